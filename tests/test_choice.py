@@ -79,7 +79,7 @@ def test_without_a_measurement_auto_says_so(monkeypatch):
     ):
         chosen, reason = choose(EngineConfig(), config, batch_size, platform)
         assert chosen == name
-        assert f"nothing was measured on {platform} in {config.precision}" in reason
+        assert f"there is no measurement on {platform} in {config.precision}" in reason
 
 
 def test_a_measurement_in_another_precision_is_none(monkeypatch):

@@ -129,7 +129,7 @@ def test_a_broken_image_is_named_and_nothing_is_begun(capsys, stream, tmp_path):
 
 def test_a_preset_that_changes_cheem_alone_says_so_of_another_method(capsys, tmp_path):
     options = ["--backbone", "vit_micro", "--data-dir", str(tmp_path), "--preset", "quick_plus"]
-    note = "preset quick_plus changes CHEEM alone; the settings are those of quick\n"
+    note = "preset quick_plus only affects CHEEM; frozen_linear uses the settings of quick\n"
     for method, has_note in (("frozen_linear", True), ("cheem", False)):
         settings = cheem_run.read_arguments([*options, "--method", method])
         with pytest.raises(SystemExit):
@@ -163,7 +163,7 @@ def test_a_full_or_read_only_disk_is_reported_with_path_room_and_way_out(
         code, error = end_of(capsys, command, directory=tmp_path)
         assert code == 2 and error.startswith(f"error: {place} cannot be written: ")
         assert "choose a folder" in error and os.strerror(number) in error
-        assert ("2.9 kB are to be written" in error) == (place == file)
+        assert ("2.9 kB must be written" in error) == (place == file)
 
 
 @pytest.mark.parametrize(

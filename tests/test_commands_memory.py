@@ -214,7 +214,7 @@ def test_copies_under_another_name_are_reported_before_and_after_learning(capsys
     assert status == 0
     assert f"warning: same has the same images as {FIRST};" in out
     assert warning < accuracy
-    assert f"16 test images of same were taken for {FIRST}; are these" in out
+    assert f"16 test images of same were routed to {FIRST}; the two tasks" in out
 
 
 def test_none_of_my_tasks_can_be_said(capsys, memory, tmp_path):
@@ -318,7 +318,7 @@ def test_a_memory_accepts_the_settings_that_it_was_made_with_wherever_the_files_
     assert status == 2 and "begin_with is null there and" in err
     save_converted(file, small.pretrained(1, name=small.TIMM_NAME))
     status, _, err = cheem(capsys, *words)
-    assert status == 2 and "was made with weights of SHA-256" in err and "has seed 1" in err
+    assert status == 2 and "was created with weights of SHA-256" in err and "has seed 1" in err
     config = json.loads((copied / "config.json").read_text())
     del config["base_data_sha256"]  # as in a memory of an earlier version
     (copied / "config.json").write_text(json.dumps(config))
@@ -373,8 +373,8 @@ def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names
     assert status == 2 and "1 image file(s) cannot be used" in err and str(broken) in err
     status, out, _ = cheem(capsys, "learn", copied, folder, "--skip-broken")
     assert status == 0
-    assert f"left out: {broken}" in out
-    assert "more: unreadable images left out: 1; kept: 23" in out
+    assert f"excluded: {broken}" in out
+    assert "more: 1 unreadable images excluded, 23 kept" in out
     learned = [entry for entry in read(copied) if entry["event"] == "learned"]
     assert learned[-1]["report"]["skipped_images"] == [broken.relative_to(folder).as_posix()]
     assert "skipped_images" not in learned[0]["report"]

@@ -101,7 +101,7 @@ def test_select_tells_the_nearest_names_for_an_unknown_task():
         select(stream, ["flower"])
     with pytest.raises(ValueError, match="'zoo' has no task 'xyz'; it has cars, flowers"):
         select(stream, ["xyz"])
-    with pytest.raises(ValueError, match=r"more than once: \['cars'\]"):
+    with pytest.raises(ValueError, match=r"task names are repeated: \['cars'\]"):
         select(stream, ["cars", "cars"])
     with pytest.raises(ValueError, match="no task name given"):
         select(stream, [])

@@ -168,12 +168,15 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
         (["file,label", *rows()], r"no column 'path' among \['file', 'label'\]"),
         (["path,label,label", *rows(end="a,b")], r"column names are repeated: \['label'\]"),
         (["path,label"], "no rows"),
-        (["path,label", *rows(), ",cat"], "1 fault.*line 10: empty path"),
+        (["path,label", *rows(), ",cat"], "1 error.*line 10: empty path"),
         (
             ["path,label", *rows(), "cat/0.png, "],
-            "line 10: path 'cat/0.png' is in line 2 already; line 10: empty",
+            "line 10: path 'cat/0.png' is also in line 2; line 10: empty",
         ),
-        (["path,label", *rows(), "./cat//0.png,cat"], "line 10: path 'cat/0.png' is in line 2"),
+        (
+            ["path,label", *rows(), "./cat//0.png,cat"],
+            "line 10: path 'cat/0.png' is also in line 2",
+        ),
         (["path,label", "../a.png,cat"], "line 2: path '../a.png' is outside of the root"),
         (
             ["path,label", "cat/../../a.png,cat"],
@@ -181,11 +184,11 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
         ),
         (
             ["path,label", "/a.png,cat", "C:\\a.png,cat"],
-            "2 fault.*'/a.png' is not.*line 3: path 'C:/a.png' is not",
+            "2 error.*'/a.png' is outside of.*line 3: path 'C:/a.png' is outside of",
         ),
         (
             ["path,label,split", *rows(end="a,tset")],
-            "8 fault.*line 2: unknown split 'tset', expected train.* 3 more",
+            "8 error.*line 2: unknown split 'tset', expected train.* 3 more",
         ),
         (["path,label", *rows(), "cat/0.png"], "expected 2 fields in every row.*line 10: 1;.*put"),
         (["path,label", *rows(), "a,b.png,cat"], "line 10: 3"),
@@ -220,13 +223,13 @@ def test_unusable_tables_are_refused_by_line(tmp_path, lines, complaint):
         (
             ("1", "2"),
             (
-                r"line 6: label 2 among 2 different ones, expected numbers 0..1; number the classes"
+                r"line 6: label 2 among 2 different labels, expected numbers 0..1; number the classes"
                 r" from 0"
             ),
         ),
-        (("0", "3"), "line 6: label 3 among 2 different ones, expected numbers 0..1; number"),
-        (("0", "9" * 18), "line 6: label 9{18} among 2 different ones"),
-        (("0", "-1"), "line 6: label -1 among 2 different ones"),
+        (("0", "3"), "line 6: label 3 among 2 different labels, expected numbers 0..1; number"),
+        (("0", "9" * 18), "line 6: label 9{18} among 2 different labels"),
+        (("0", "-1"), "line 6: label -1 among 2 different labels"),
     ],
 )
 def test_label_numbers_that_do_not_count_from_zero_are_refused(tmp_path, labels, complaint):
@@ -340,7 +343,7 @@ def test_parquet_says_the_same_as_csv(tmp_path):
         ({"file": ["a"], "label": [0]}, r"no column 'path' among \['file', 'label'\]"),
         (
             {"path": ["a", None], "label": [0, None]},
-            "2 fault.*row 2: empty path; row 2: empty label",
+            "2 error.*row 2: empty path; row 2: empty label",
         ),
         (
             {"path": ["a"], "label": [0.5]},
@@ -419,7 +422,7 @@ def test_a_label_in_two_compositions_is_one_class_and_one_in_two_cases_is_refuse
     lines[0] = "cat/0.png,MUS\u00c9E"
     with pytest.raises(
         ValueError,
-        match=r"pets\.csv: classes \['MUS.*', 'mus.*'\] differ only in upper and lower case; w",
+        match=r"pets\.csv: classes \['MUS.*', 'mus.*'\] differ only in upper and lower case; spell",
     ):
         plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines))
 

@@ -175,7 +175,7 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     ):
         assert re.search(rf"{measured}(\d+\.\d){{2}}{right}", row)
     assert "The task ID is right for 60.0 % on average" in page.text
-    assert "does not report the tasks of the other images" in page.text
+    assert "does not report the inferred tasks of the other images" in page.text
     status = watched(directory)
     assert (
         f"average accuracy 35.0 %, task ID given 75.0 %, forgetting {forgetting:.1f} points"
@@ -233,10 +233,12 @@ def test_measurements_from_before_a_task_was_forgotten_are_marked_as_older(momen
     results["routing"][-1] = [0.25, 0.25]  # the other half was routed to the removed task
     (directory / "results.json").write_text(json.dumps(results))
     text = parsed(directory).text
-    assert "images routed to it counted as wrong" in text
-    assert "the rest went to a task that is forgotten now" in text
-    assert "the rest went to" not in parsed(moment("three")).text
-    assert "forgotten: 1, to which images could still be sent" in watched(directory)
+    assert "images routed to it as wrong" in text
+    assert "the other images were routed to a task that was forgotten since" in text
+    assert "the other images were routed to" not in parsed(moment("three")).text
+    assert "1 forgotten; in older measurements, images could still be routed to" in watched(
+        directory
+    )
 
 
 def test_a_page_compares_memories_and_no_table_of_runs_lists_them(moment):
@@ -255,13 +257,13 @@ def test_watch_follows_a_memory(moment):
     assert "0 tasks learned" in empty
     assert "now" not in empty
     three = watched(moment("three"))
-    assert "at rest since" in three
+    assert "idle since" in three
     assert "3 tasks learned" in three
     assert "right after learning" in three
     assert "– not measured: their images were not available" in three and "nan" not in three
     assert next(row for row in three.split("\n") if "T1 task0" in row).split().count("–") == 3
     half = watched(moment("half"))
-    assert "stopped in the middle of 'task9'; the same `cheem learn` resumes it" in half
+    assert "stopped while learning 'task9'; the same `cheem learn` resumes it" in half
     assert "2 tasks learned" in half
     later = moment("later")
     diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]

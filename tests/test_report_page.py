@@ -327,17 +327,17 @@ def test_small_images_keep_their_pixels_and_large_ones_become_smaller():
     [
         (
             lambda run: shutil.move(run.parent / "small", run.parent / "elsewhere"),
-            "The images are not where the run found them",
+            "The images of the run cannot be read",
         ),
         (
             lambda run: (run.parent / "small/two/test/cat/0.png").rename(
                 run.parent / "small/two/test/cat/z.png"
             ),
-            "Other files or labels are there now than the run has seen: two.",
+            "The files or labels have changed since the run: two.",
         ),
         (
             lambda run: change(run, lambda results: results.update(split_sha256={})),
-            "Other files or labels are there now than the run has seen: one, two, three.",
+            "The files or labels have changed since the run: one, two, three.",
         ),
         (
             lambda run: (run / "answers.npz").write_bytes(b"PK\x03\x04 no archive"),
@@ -391,8 +391,8 @@ def test_a_corrupted_record_costs_only_the_sections_that_need_it(run):
         "".join([*lines[:2], lines[2].replace("0.9", "0.8"), *lines[3:]])
     )
     page = parsed(run)
-    assert "metrics.jsonl, line 3 is not as it was written" in page.text
-    assert "Only the record contains it, and the record cannot be read." in page.text
+    assert "metrics.jsonl, line 3 was changed" in page.text
+    assert "The search is only in the record, which cannot be read." in page.text
     assert "accuracy" in sections(page)
 
 

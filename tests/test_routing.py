@@ -629,6 +629,6 @@ def test_the_backbones_own_classes_keep_moments_too(tmp_path):
 
 
 def test_nothing_is_left_of_a_memory_whose_backbone_has_too_few_blocks(tmp_path):
-    with pytest.raises(ValueError, match="need a backbone of at least 3 blocks, not 2"):
+    with pytest.raises(ValueError, match="need a backbone with at least 3 blocks, but it has 2"):
         begin(tmp_path / "pets", method=METHOD, depth=2)
     assert not (tmp_path / "pets").exists()

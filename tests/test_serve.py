@@ -368,7 +368,7 @@ def test_a_refused_host_is_answered_with_the_setting_that_allows_it_and_is_count
     before = served.metric(counted)
     answer = served.ask("GET", "/health", Host="pets.example.org:8443")
     assert answer.status == 400
-    assert answer.json["error"].startswith("'pets.example.org' is no name of this server")
+    assert answer.json["error"].startswith("'pets.example.org' is not a host name of this server")
     assert "--public-host" in answer.json["error"] and "`Host: localhost`" in answer.json["error"]
     assert served.metric(counted) == before + 1
     assert served.ask("GET", "/health", Host="evil.example/localhost").status == 400

@@ -280,7 +280,7 @@ def test_of_many_tasks_those_around_the_one_that_is_learned_are_shown_and_the_ot
     with hold(tmp_path):
         text = text_of(tmp_path, rows=12)
     assert [int(number) for number in re.findall(r"task_(\d+)", text)] == list(range(61, 73))
-    assert "100 tasks, not shown: 61 before and 27 after these" in text
+    assert "100 tasks; not displayed: 61 before and 27 after these" in text
     assert "learning" in line_with("task_70", text) and len(text.splitlines()) < 30
 
 
@@ -398,9 +398,7 @@ def test_once_shows_a_running_run_and_ends(tmp_path):
     shown = io.StringIO()
     with hold(tmp_path):
         watch_run(Watch(tmp_path, once=True), Console(file=shown, width=80))
-    assert (
-        "running since" in shown.getvalue() and "estimated after the first task" in shown.getvalue()
-    )
+    assert "running since" in shown.getvalue() and "known after one task" in shown.getvalue()
 
 
 def test_a_run_that_was_stopped_before_its_last_upper_bound_is_not_finished(tmp_path):
@@ -421,7 +419,7 @@ def test_the_estimate_that_a_task_began_with_is_shown_before_any_task_is_learned
         status.ends = time.time() + 1000
         with status.phase("supernet", "digits", 4000, nullcontext(unseen)):
             assert "about 1 min 40 s left" in text_of(tmp_path, now=status.ends - 100)
-            assert "estimated after the first task" in text_of(tmp_path, now=status.ends + 1)
+            assert "known after one task" in text_of(tmp_path, now=status.ends + 1)
 
 
 def test_a_process_that_began_after_the_name_was_written_is_another_one(tmp_path):

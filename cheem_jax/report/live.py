@@ -31,7 +31,7 @@ def view(snapshot: Snapshot, width: int, rows: int) -> RenderableType:
     if (seconds := _seconds_left(snapshot)) is not None:
         text.append(f"  about {duration(seconds)} left")
     elif snapshot.owner is not None and not snapshot.num_finished:
-        text.append("  time left: estimated after the first task")
+        text.append("  time left: known after one task")
     if num_bounds := sum(entry["event"] == "upper_bound" for entry in snapshot.entries):
         text.append(f"  (upper bound of {num_bounds})")
     if means := ", ".join(averages(snapshot)):
