@@ -203,7 +203,7 @@ def test_a_name_that_is_also_a_folder_of_images_is_refused_with_both_meanings(
         ValueError,
         match=(
             rf"'{name}' is ambiguous: it means .*, and .*/{name} contains images; write"
-            rf" \./{name} for"
+            rf" \./{name} to use"
         ),
     ):
         plan_source(name, data_dir=tmp_path / "nothing")
