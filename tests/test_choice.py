@@ -99,7 +99,7 @@ def test_the_users_choice_of_executor_is_kept(name):
     )
     assert executor.name == executor.counters()["executor"] == name
     assert executor.budget == 2**28
-    assert choose(EngineConfig(name), SMALL, 16) == (name, "as set")
+    assert choose(EngineConfig(name), SMALL, 16) == (name, "as configured")
 
 
 def test_every_measured_executor_exists():

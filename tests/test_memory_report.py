@@ -206,8 +206,8 @@ def test_tasks_forgotten_together_all_count():
 
 
 def test_a_page_tells_of_forgotten_and_interrupted_tasks(moment):
-    assert "1 task was forgotten here" not in parsed(moment("three")).text
-    assert "1 task was forgotten here" in parsed(moment("forgot")).text
+    assert "1 task was forgotten:" not in parsed(moment("three")).text
+    assert "1 task was forgotten:" in parsed(moment("forgot")).text
     text = parsed(moment("half")).text
     assert "Stopped while learning 'task9'" in text and "2 tasks so far" in text
     assert "Stopped" not in parsed(moment("later")).text
@@ -292,7 +292,7 @@ def test_the_page_counts_the_experts_that_are_there(moment):
             for block in cheem_jax.open(directory).info()["pool"]
             for expert in block
         )
-        assert f"included: {there} in total" in parsed(directory).text
+        assert f"of the backbone: {there} in total" in parsed(directory).text
 
 
 def expert(origin: int | str, parent: int | None = None, kind: str = "") -> dict[str, Any]:
@@ -328,7 +328,7 @@ def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
         ["skip", "†+Δ", "base", "skip"],
         ["†", "skip", "skip", "new"],
     ]
-    assert "†: from a forgotten task" in charts.caption
+    assert "†: expert of a forgotten task" in charts.caption
     assert charts.pool[1] == [
         (-1, -1),
         (-2, -1),

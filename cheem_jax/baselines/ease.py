@@ -56,7 +56,7 @@ class EaseTask(NamedTuple):
 
 
 class Ease(AdapterBaseline):
-    """See the module."""
+    """The EASE learner."""
 
     Learned = EaseTask
     config: EaseConfig

@@ -62,7 +62,7 @@ class RanPacState(NamedTuple):
 
 
 class RanPac(AdapterBaseline):
-    """See the module."""
+    """The RanPAC learner."""
 
     State = RanPacState
     config: RanPacConfig

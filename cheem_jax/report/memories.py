@@ -67,14 +67,7 @@ def store_evaluated(
     }
     write_atomically(
         directory / EVALUATED,
-        json.dumps(
-            {
-                "state": _state(config),
-                "tasks": {name: accuracies._asdict() for name, accuracies in tasks.items()},
-            },
-            indent=1,
-        )
-        + "\n",
+        json.dumps({"state": _state(config), "tasks": tasks}, indent=1) + "\n",
     )
 
 
