@@ -31,7 +31,7 @@ from cheem_jax.baselines.catalogue import (
 from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
-from cheem_jax.report.comparison import comparison, comparison_grid, to_csv, narrow
+from cheem_jax.report.comparison import comparison, comparison_grid, narrow, to_csv
 from cheem_jax.report.table import METHODS, NONE, Grid
 from cheem_jax.run.progress import Progress
 

@@ -36,7 +36,7 @@ from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import token_means, no_progress
+from cheem_jax.engine.passes import no_progress, token_means
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.memory.contents import read_info

@@ -39,7 +39,7 @@ class Predicting:
 
 def main(settings: Predicting) -> None:
     """Measure, then print and write the numbers."""
-    files = files_in(settings.images)[0][: settings.num]
+    files = list_images(settings.images)[0][: settings.num]
     memory = open_memory(settings.memory)
     predictor = memory.predictor()
     predictor.prepare()

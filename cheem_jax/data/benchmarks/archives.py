@@ -43,8 +43,8 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
     until the next file.
 
     `path` is a folder, zip, tar or tar.gz. A tar.gz inside of it is replaced by its files. In a
-    folder, names start with the folder's name, as in an archive of the folder. Raises FileNotFoundError, or
-    ValueError with the name of a corrupted, truncated or huge archive.
+    folder, names start with the folder's name, as in an archive of the folder. Raises
+    FileNotFoundError, or ValueError with the name of a corrupted, truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:

@@ -333,7 +333,7 @@ def test_a_different_router_or_search_is_a_variant_of_any_method(tmp_path):
     search = {"search": {"tolerance": 0.1}}
     write_run(tmp_path / "a", "lora_cl", lora_cl=early)
     write_run(tmp_path / "b", "cheem", cheem={**early, **search})
-    figures = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
+    figures = {run.results["method"]: describe_variant(run) for run in read([tmp_path])[0]}
     assert figures["lora_cl"] == "router lda early"
     assert figures["cheem"] == "tau 0.1, router lda early"
     write_run(tmp_path / "c/1", "lora_cl", lora_cl={"op": "new", "rank": 1})
