@@ -9,9 +9,9 @@ import numpy as np
 
 from cheem_jax.core.metrics import calibration_error, open_set_metrics
 from cheem_jax.data.decode import PIECE, decode_pieces
-from cheem_jax.data.files import first_of
+from cheem_jax.data.files import join_first
 from cheem_jax.data.task import SPLITS, Split, Task, spelled_as
-from cheem_jax.memory.data import Data, NamedFiles, ImageInput, files_in, read_tasks
+from cheem_jax.memory.data import Data, ImageInput, NamedFiles, list_images, read_tasks
 from cheem_jax.memory.predictor import Predictor, class_probabilities
 from cheem_jax.memory.state import MemoryState
 from cheem_jax.report.memories import Evaluated
@@ -150,7 +150,7 @@ def score_open_set(
     Raises ValueError for a target without calibrated distances, for a folder without images, and
     for images that cannot be read.
     """
-    files = files_in(Path(unknown))[0] if isinstance(unknown, str | Path) else unknown
+    files = list_images(Path(unknown))[0] if isinstance(unknown, str | Path) else unknown
     if not files:
         raise ValueError("no unknown image is given; expected at least one")
     unknown_scores = []
@@ -161,7 +161,7 @@ def score_open_set(
         unknown_scores.append(predictor.rejection_scores(piece.images))
     if broken:
         raise ValueError(
-            f"{len(broken)} unknown image(s) cannot be used: {first_of(broken)}; replace or remove"
+            f"{len(broken)} unknown image(s) cannot be used: {join_first(broken)}; replace or remove"
             " them"
         )
     known_scores = [

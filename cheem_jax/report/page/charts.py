@@ -246,7 +246,7 @@ def open_set(results: Results) -> Chart:
         " images that are accepted if 95 % of the known ones are."
     )
     spec = plot(traces, x, axis("%", range=[0, 102]))
-    return Chart(caption + note_of_spread(len(results["open_set"])), {"": spec})
+    return Chart(caption + selection_note(len(results["open_set"])), {"": spec})
 
 
 def pool_growth(results: Results) -> Chart:

@@ -338,5 +338,5 @@ def test_a_different_router_or_search_is_a_variant_of_any_method(tmp_path):
     assert figures["cheem"] == "tau 0.1, router lda early"
     write_run(tmp_path / "c/1", "lora_cl", lora_cl={"op": "new", "rank": 1})
     write_run(tmp_path / "c/2", "lora_cl", lora_cl={"op": "adapt", "rank": 192}, seed=1)
-    variants = [variant_of(run) for run in read([tmp_path / "c"])[0]]
+    variants = [describe_variant(run) for run in read([tmp_path / "c"])[0]]
     assert variants == ["new in every block", "rank 192"]
