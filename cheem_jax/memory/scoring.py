@@ -161,8 +161,8 @@ def score_open_set(
         unknown_scores.append(predictor.rejection_scores(piece.images))
     if broken:
         raise ValueError(
-            f"{len(broken)} unknown image(s) cannot be used: {join_first(broken)}; replace or remove"
-            " them"
+            f"{len(broken)} unknown image(s) cannot be used: {join_first(broken)}; replace or"
+            " remove them"
         )
     known_scores = [
         predictor.rejection_scores(part.images)
