@@ -123,7 +123,11 @@ def _record_start(
     if begin is None:
         settings = {**run.inputs.settings(), "executor": executor.name, "data": origin["data"]}
         session.record.write("run", **settings, **shared, **start.since())
-    elif num_finished < num_tasks or (run.bound and _missing_bounds(session, num_tasks)):
+    elif (
+        num_finished < num_tasks
+        or (run.bound and _missing_bounds(session, num_tasks))
+        or _misses_open_set(run.inputs.stream, run.methods[0], session)
+    ):
         session.record.write("continued", **shared, **start.since())
         if changed := fingerprint.apart(begin["conditions"], run.conditions):
             session.say(
@@ -264,20 +268,27 @@ def _say_accuracy(
 
 def _measure_open_set(stream: Stream, method: Method, session: Session) -> None:
     """Record how well distances to the learned tasks separate the images of later tasks, after each
-    task but the last. Methods without centroids and streams of one task have no such record."""
-    if (
-        len(stream.tasks) == 1
-        or not isinstance(method, ExpertMemory)
-        or method.needs_task_id
-        or any(entry["event"] == "open_set" for entry in read(session.directory))
-    ):
+    task but the last."""
+    if not _misses_open_set(stream, method, session):
         return
+    assert isinstance(method, ExpertMemory), "other methods compute no distances"
     start = Mark.now()
     tests = [task.test.images for task in stream.tasks]
     distances = np.concatenate([method.distances(images) for images in tests])
     tasks = np.repeat(np.arange(len(tests)), [len(images) for images in tests])
     steps = [step._asdict() for step in open_set_steps(distances, tasks)]
     session.record.write("open_set", steps=steps, **start.since())
+
+
+def _misses_open_set(stream: Stream, method: Method, session: Session) -> bool:
+    """Whether the record lacks the open-set metrics. Methods without centroids and streams of one
+    task have none."""
+    return (
+        len(stream.tasks) > 1
+        and isinstance(method, ExpertMemory)
+        and not method.needs_task_id
+        and all(entry["event"] != "open_set" for entry in read(session.directory))
+    )
 
 
 def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> None:

@@ -154,3 +154,14 @@ def test_after_each_task_images_of_later_tasks_are_unknown_and_only_learned_task
     assert first == (pytest.approx(3 / 4), pytest.approx(1 / 2))
     # after task 1: known 1, 5 and 1, unknown 6
     assert second == (1.0, 0.0)
+
+
+def test_an_image_without_a_finite_score_is_rejected_first():
+    measured = metrics.open_set_metrics(np.array([0.1, 0.2]), np.array([np.nan, np.inf]))
+    assert measured == (1.0, 0.0)
+
+
+def test_the_accuracy_curve_can_weigh_every_step_by_its_own_images():
+    accuracy = np.array([[0.5, np.nan], [0.4, 0.8]])
+    curve = metrics.accuracy_curve(accuracy, np.array([[10, 30], [30, 10]]))
+    np.testing.assert_allclose(curve, [0.5, (30 * 0.4 + 10 * 0.8) / 40])

@@ -32,13 +32,13 @@ def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
 
 
 def accuracy_curve(
-    accuracy: Float[np.ndarray, "T T"], num_images: Integer[np.ndarray, " T"]
+    accuracy: Float[np.ndarray, "T T"], num_images: Integer[np.ndarray, "*steps T"]
 ) -> Float[np.ndarray, " T"]:
     """Compute the accuracy over all test images of tasks 0..t after learning task t, for each t.
 
     This is the accuracy over all classes seen so far, in which every image has the same weight.
-    `num_images` are the numbers of test images per task, at least 1. An entry is NaN if an accuracy
-    that it needs was not measured.
+    `num_images` are the numbers of test images per task, or `[T, T]` per step and task, at least 1.
+    An entry is NaN if an accuracy that it needs was not measured.
     """
     learned = np.tri(len(accuracy))
     weights = learned * num_images
@@ -114,15 +114,18 @@ class OpenSetMetrics(NamedTuple):
 def open_set_metrics(
     known_scores: Float[np.ndarray, " N"], unknown_scores: Float[np.ndarray, " M"]
 ) -> OpenSetMetrics:
-    """Compute AUROC and FPR95 from the finite scores of known and of unknown images.
+    """Compute AUROC and FPR95 from the scores of known and of unknown images.
 
-    Images with large scores are rejected. There is at least one known and one unknown image.
+    Images with large scores are rejected, and a non-finite score counts as the largest one. There
+    is at least one known and one unknown image.
     """
     # imported here, because scikit-learn takes a second to import and every command imports this
     # module
     from sklearn.metrics import roc_auc_score, roc_curve
 
-    scores = np.concatenate([known_scores, unknown_scores])
+    largest = np.finfo(np.float64).max
+    scores = np.concatenate([known_scores, unknown_scores]).astype(np.float64)
+    scores = np.where(np.isfinite(scores), scores, largest)
     is_known = np.arange(len(scores)) < len(known_scores)
     # without all thresholds, the first one that accepts 95 % could be missing
     accepted_unknown, accepted_known, _ = roc_curve(is_known, -scores, drop_intermediate=False)

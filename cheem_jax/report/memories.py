@@ -83,11 +83,12 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     accuracy, local, routing = (
         matrix_from_json(results[key]) for key in ("accuracy", "local_accuracy", "routing")
     )
-    num_images = num_tested(results["tasks"])
+    # earlier rows were measured on the images of their time
+    num_images = np.tile(num_tested(results["tasks"]), (len(names), 1))
     for index, name in enumerate(names):
         if (one := measured.get(name)) is not None:
             accuracy[-1, index], local[-1, index] = one.accuracy, one.accuracy_given
-            num_images[index] = one.num_images
+            num_images[-1, index] = one.num_images
             if routing[index, index] != one.task_accuracy:
                 # The images differ, so the inferred tasks of the other images are unknown.
                 routing[index] = np.nan
