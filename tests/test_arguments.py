@@ -146,7 +146,7 @@ def test_of_options_given_twice_the_last_one_counts_everywhere():
 
 def test_settings_of_another_method_are_refused():
     asked = cheem_run.read_arguments(["--method", "l2p", "--cheem.ops.rank", "3"])
-    with pytest.raises(ValueError, match="those of l2p are --options"):
+    with pytest.raises(ValueError, match="the settings of l2p are --options"):
         cheem_run.make_method_config(asked)
     with pytest.raises(ValueError, match="anchors the similarity of CHEEM"):
         cheem_run.make_run_config(

@@ -148,7 +148,7 @@ def test_random_weights_start_as_timm_starts_a_vit():
 
 
 def test_an_unknown_backbone_is_answered_with_the_nearest_names():
-    with pytest.raises(ValueError, match="unknown backbone 'deit_tinny'; nearest: deit_tiny"):
+    with pytest.raises(ValueError, match="unknown backbone 'deit_tinny'; most similar: deit_tiny"):
         find_config("deit_tinny")
 
 

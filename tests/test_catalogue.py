@@ -126,12 +126,12 @@ def pooled_stages() -> Stages:
         ("dualprompt", "expert_length", 5, "expert_length is 5; expected an even number"),
         ("dualprompt", "general_layers", (0, 2), r"blocks \[2\] have a general and an expert"),
         ("dualprompt", "pool", 0, "pool is 0"),
-        ("ewc", "penalties", (), "at least one, all finite"),
+        ("ewc", "penalties", (), r"penalties are \(\); expected at least one finite number"),
         ("ewc", "penalties", (1.0, -1.0), r"penalties are \(1.0, -1.0\)"),
         ("full_finetune", "learning_rates", (), "learning_rates is empty"),
         ("full_finetune", "learning_rates", (0.0,), "expected positive"),
         *(("l2p", "length", num, f"length is {num}; expected an even") for num in (3, 0, -2)),
-        ("l2p", "top_k", 31, r"top_k is 31; expected 1\.\.30, the pool"),
+        ("l2p", "top_k", 31, r"top_k is 31; expected 1\.\.30, the size of the pool"),
         ("lora_cl", "rank", 0, "rank is 0; expected at least 1"),
         ("moal", "bottleneck", 0, "bottleneck is 0; expected at least 1"),
         ("moal", "hidden", 0, "hidden is 0; expected at least 1"),
@@ -148,7 +148,7 @@ def test_impossible_settings_are_refused(name, field, value, message):
 
 
 def test_an_unknown_method_is_answered_with_the_nearest_names():
-    with pytest.raises(ValueError, match="unknown method 'l2q'; nearest: l2p"):
+    with pytest.raises(ValueError, match="unknown method 'l2q'; most similar: l2p"):
         check_name("l2q")
 
 

@@ -74,7 +74,7 @@ def stream(tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--backbone", "deit_tinny"], "unknown backbone 'deit_tinny'; nearest: deit_tiny"),
+        (["--backbone", "deit_tinny"], "unknown backbone 'deit_tinny'; most similar: deit_tiny"),
         (["--tasks", "birds,fisch"], "fish"),
         (["--image-size", "30"], "try 24 or 32"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors"),
@@ -82,7 +82,7 @@ def stream(tmp_path):
         (["--engine.executor", "hole"], "whole"),
         (["--engine.precision", "float8"], "bfloat16"),
         (["--engine.memory-gb", "-1"], "memory_gb is -1"),
-        (["--engine.memory-gb", "1e-6"], "the activations of one batch of 64 images take"),
+        (["--engine.memory-gb", "1e-6"], "the activations of one batch of 64 images need"),
         (["--engine.programs", "0"], "programs is 0"),
     ],
 )

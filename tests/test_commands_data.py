@@ -111,7 +111,7 @@ def test_a_corrupted_cache_is_found(cheem, gtsrb):
     content[-1] ^= 1
     file.write_bytes(content)
     status, out, err = cheem("data", "verify", "gtsrb", "--data-dir", gtsrb)
-    assert status == 2 and "not sound: gtsrb" in err
+    assert status == 2 and "1 of 1 task(s) have errors: gtsrb" in err
     assert "ERROR" in out and "val" in out and str(file.parent) in out
 
 
@@ -146,7 +146,7 @@ def test_copies_separated_by_the_cut_differ_from_copies_in_two_given_splits(chee
     for row in range(1, 6):  # all cats for training; one of them is cut for validation
         (pets / "train" / "cat" / f"{row}.png").write_bytes(copied)
     status, out, _ = cheem("data", "verify", pets)
-    assert status == 0 and "pets: 10 train, 2 val, 12 test (val cut from train); 2 classes" in out
+    assert status == 0 and "pets: 10 train, 2 val, 12 test (val split from train); 2 classes" in out
     assert (
         "copies that were assigned to different splits" in out and "copies in two splits" not in out
     )

@@ -157,7 +157,7 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
         ([], "--output"),
         (["--output", "x.safetensors", "--wieghts", "y"], "--weights"),
         (["--output", "x.bin"], "must end in .safetensors, got 'x.bin'"),
-        (["--output", "x.safetensors", "--backbone", "deit_tinny"], "nearest: deit_tiny"),
+        (["--output", "x.safetensors", "--backbone", "deit_tinny"], "most similar: deit_tiny"),
         (
             ["--output", "x.safetensors", "--weights", "none.npz"],
             "weights file 'none.npz' does not exist",

@@ -359,7 +359,7 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
         ),
         (
             FULL | layout(tset={"cat": 1}),
-            r"\['tset'\] are not splits; known are train, val, test \(",
+            r"\['tset'\] are not splits; expected train, val, test \(",
         ),
         (
             layout(birds={"owl": 3, "rook": 3}, pets={"cat": 3}),
@@ -561,7 +561,7 @@ def test_a_zip_that_unpacks_to_a_hundred_times_its_size_is_refused(tmp_path, mon
         archive.writestr("train/cat/1.png", bytes(2**22))
     with pytest.raises(
         ValueError,
-        match=r"bomb\.zip: refused as a bomb: \d+ bytes unpack to 4194304, over 100 times",
+        match=r"bomb\.zip: refused as a zip bomb: \d+ bytes unpack to 4194304, more than 100 times",
     ):
         load_task(file, image_size=4)
 

@@ -328,7 +328,7 @@ def test_a_web_page_is_no_archive(server, tmp_path):
 
 def test_a_place_that_cannot_be_written_is_a_clear_error(server, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(OSError, match="cannot write .*taken/a.zip.*choose a folder"):
+    with pytest.raises(OSError, match="cannot write .*taken/a.zip.*choose a writable folder"):
         download(server.url, tmp_path / "taken" / "a.zip", SHA256)
     assert server.requested == []
 
@@ -338,7 +338,7 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(server, tmp_path):
 )
 def test_a_full_disk_is_a_clear_error(server, tmp_path):
     (tmp_path / "a.zip.part").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device; make room"):
+    with pytest.raises(OSError, match="No space left on device; free disk space"):
         download(server.url, tmp_path / "a.zip", SHA256)
 
 

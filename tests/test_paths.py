@@ -126,7 +126,7 @@ def test_a_url_is_refused_with_the_way_out(here, url):
     for one in (url, Path(url)):
         with pytest.raises(
             ValueError,
-            match=r"is a URL, expected a file or folder of this machine; give a local one",
+            match=r"is a URL; expected a file or folder of this machine: download it, or mount",
         ):
             absolute(one)
     with pytest.raises(ValueError, match="is a URL"):

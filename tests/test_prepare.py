@@ -94,7 +94,7 @@ def test_a_download_of_other_bytes_prepares_nothing(tmp_path, gtsrb, server):
 def test_an_archive_that_is_not_the_published_one_is_named(tmp_path):
     official.put(manual_dir(tmp_path), official.eurosat())
     with pytest.raises(
-        ValueError, match=r"EuroSAT.zip .* has the sha256 .*the published archive 8ebea626"
+        ValueError, match=r"EuroSAT.zip .* has the sha256 .*the published archive has 8ebea626"
     ):
         prepare("eurosat", tmp_path, silent)
     assert not (tmp_path / "eurosat").exists()

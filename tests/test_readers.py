@@ -290,7 +290,7 @@ def test_listed_images_that_are_absent_are_counted_and_named(tmp_path, name, ima
     read, contents = READERS[name]
     place = official.put(tmp_path / "folders", contents(), unpacked=True)
     (place / image).unlink()
-    message = rf"1 of \d+ listed images are absent, first \['{first}'\]"
+    message = rf"1 of \d+ listed images are absent, the first are \['{first}'\]"
     with pytest.raises(ValueError, match=message):
         examples(read(place))
     shorter = {
@@ -308,7 +308,7 @@ def test_a_class_without_images_is_named(tmp_path):
         read_eurosat(place)
     official.write(place, {"2750/Moon/Moon_1.jpg": official.picture(1)})
     with pytest.raises(
-        ValueError, match=r"2750: 1 images .* to no class of this data set, .*'moon'"
+        ValueError, match=r"2750: 1 images .* to no class of this data set; .*'moon'"
     ):
         read_eurosat(place)
 
@@ -387,7 +387,9 @@ def test_lists_that_do_not_fit_are_refused(tmp_path):
 def test_an_archive_without_its_lists_is_another_version(tmp_path):
     contents = official.aircraft()
     del contents["fgvc-aircraft-2013b.tar.gz"]["fgvc-aircraft-2013b/data/variants.txt"]
-    with pytest.raises(FileNotFoundError, match=r"2013b\.tar\.gz: missing variants\.txt in it"):
+    with pytest.raises(
+        FileNotFoundError, match=r"2013b\.tar\.gz: missing variants\.txt; check the version"
+    ):
         read_aircraft(official.put(tmp_path, contents))
 
 

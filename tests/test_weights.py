@@ -226,7 +226,7 @@ def test_a_pool_in_the_hubs_config_is_refused_before_the_weights_are_downloaded(
 
 def test_unknown_preprocessing_is_asked_for_and_never_guessed():
     with pytest.raises(
-        ValueError, match=r"mean and std .* unknown: put the model's config.json .* next to"
+        ValueError, match=r"mean and std .* unknown; put the model's config.json .* next to"
     ):
         infer_config("vit_tiny_patch4_12.mystery", timm_tensors(), None)
 
@@ -322,7 +322,7 @@ def test_a_converted_file_of_another_backbone_is_refused(tmp_path, nano):
 @pytest.mark.parametrize(
     ("metadata", "shown"),
     [
-        ({"format": "cheem_jax.vit.1", "config": "{}"}, r"without \['sha256', 'source'\]"),
+        ({"format": "cheem_jax.vit.1", "config": "{}"}, r"lacks \['sha256', 'source'\]"),
         (
             {"format": "cheem_jax.vit.9", "config": "{}", "source": "", "sha256": ""},
             "format 'cheem_jax.vit.9'",
@@ -378,7 +378,7 @@ def test_a_missing_file_is_named(tmp_path):
 )
 def test_unknown_names_are_answered_with_the_nearest(name, near):
     with pytest.raises(
-        ValueError, match=f"unknown backbone '{name}'; nearest: .*{near}.*or a timm name"
+        ValueError, match=f"unknown backbone '{name}'; most similar: .*{near}.*or a timm name"
     ):
         load_pretrained(name)
 
@@ -542,7 +542,11 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
     ("name", "shape", "message"),
     [
         ("patch_embed.proj.weight", (0, 3, 4, 4), "has 3 channels and the width 0"),
-        ("patch_embed.proj.weight", (64, 3, 0, 0), "patch_size is 0, expected a whole number"),
+        (
+            "patch_embed.proj.weight",
+            (64, 3, 0, 0),
+            "patch_size is 0, expected an integer in 1..65536",
+        ),
         ("head.weight", (), r"head\.weight \(\) is not a matrix"),
         (
             "blocks.99999999999.norm1.weight",
@@ -689,7 +693,7 @@ def test_a_config_next_to_the_weights_that_makes_no_sense_is_reported(tmp_path, 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"width": "48"}, "width is '48', expected a whole number"),
+        ({"width": "48"}, "width is '48', expected an integer in 1..65536"),
         ({"depth": 10**9}, "depth is 1000000000, expected an integer in 1..1000"),
         ({"image_size": -8}, "image_size is -8"),
         ({"num_heads": 5}, "num_heads does not divide the width"),

@@ -306,7 +306,7 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
         raise ValueError(
             f"{path}: {unknown[:8]} are not splits; expected {', '.join(SPLITS)} ({LAYOUT}); if"
             " they are tasks, give the folder that contains them, or make each of them a zip or a"
-            " [[task]]"
+            " [[task]] of a stream file"
         )
     split_names = splits_of(str(path), groups)
     return root, {split_names[folder]: folder_of for folder, folder_of in groups.items()}
