@@ -248,7 +248,7 @@ def test_an_interrupted_comparison_resumes_and_finished_runs_do_not_change(
 
 def test_wrong_names_and_seeds_are_refused_before_any_run(settings, capsys):
     for changed, message in (
-        ({"methods": "l2q"}, "unknown method 'l2q'; nearest: l2p"),
+        ({"methods": "l2q"}, "unknown method 'l2q'; most similar: l2p"),
         ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
         ({"seeds": "1,1"}, "--seeds is '1,1'"),
         ({"tasks": "warm,colt"}, "stream 'demo' has no task 'colt'; did you mean cold"),

@@ -97,7 +97,7 @@ def test_steps_wait_for_the_device_as_often_as_training_does(monkeypatch, steps_
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"backbones": ("vit_nono",)}, "unknown backbone 'vit_nono'; nearest: vit_nano"),
+        ({"backbones": ("vit_nono",)}, "unknown backbone 'vit_nono'; most similar: vit_nano"),
         ({"batch_sizes": (16, 0)}, "batch_sizes is (16, 0); expected at least 1"),
         ({"num_samples": 0}, "num_samples is 0; expected at least 1"),
         (

@@ -11,7 +11,6 @@ from jit_profile import profile_grid
 from pages import begin, fill, write_tables
 from studies.paper.claims import largest_gap
 from studies.paper.results import tables_of
-from studies.searching.report import grids_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"<!-- table (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
@@ -24,15 +23,9 @@ def read(name: str):
     return json.loads((DOCS / name).read_text())
 
 
-def search_tables(record: str) -> dict[str, str]:
-    grids = grids_of(read(f"results/search/{record}.json"))
-    return {f"{record}-{number}": grid.to_markdown() for number, grid in enumerate(grids, 1)}
-
-
 PAGES = {
     "results.md": lambda: tables_of(DOCS / "results/runs"),
     "results_96.md": lambda: tables_of(DOCS / "results_96/runs"),
-    "search.md": lambda: search_tables("at_96") | search_tables("at_224"),
     "profile/jit_profile.md": lambda: {
         "executors": profile_grid(read("profile/jit_profile.json")).to_markdown()
     },

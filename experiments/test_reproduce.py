@@ -194,10 +194,7 @@ def test_only_the_finished_tasks_of_an_interrupted_run_are_compared(capsys, run_
     (run_dir / "results.json").unlink()
     status, output, _ = status_of(capsys, run_dir, "--into", run_dir.with_name("there"))
     assert status == 0 and "was stopped after 0 of 1 tasks; only these tasks are compared" in output
-    assert (
-        "equal as far as both go, but the first run stopped before task 1 'task0', frozen_linear"
-        in output
-    )
+    assert "equal up to where the first run stopped, before task 1 'task0', frozen_linear" in output
     status, output, _ = status_of(capsys, run_dir.with_name("there"), "--against", run_dir)
     assert status == 1 and "equal up to where the second run stopped, before" in output
 

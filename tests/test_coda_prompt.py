@@ -37,7 +37,7 @@ def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
         ValueError, match="divided among 4 tasks, not 2; open it with the number of tasks"
     ):
         learner(CodaPrompt, CONFIG, num_tasks=2).open(tmp_path / "one")
-    assert coda.check([]) == ["each of 4 tasks gets 1 of 7 components; 3 stay unused"]
+    assert coda.check([]) == ["each of the 4 tasks has 1 of 7 components; 3 are not used"]
 
 
 @pytest.mark.full
@@ -84,7 +84,7 @@ def test_rows_beyond_the_width_start_in_random_directions():
 def test_eleven_tasks_own_nine_of_a_hundred_components_each():
     coda = learner(CodaPrompt, CodaPromptConfig(layers=(0,)), num_tasks=11)
     assert coda.rows == 9
-    assert coda.check([])[0] == "each of 11 tasks gets 9 of 100 components; 1 stay unused"
+    assert coda.check([])[0] == "each of the 11 tasks has 9 of 100 components; 1 are not used"
 
 
 @pytest.mark.full

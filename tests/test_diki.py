@@ -170,7 +170,9 @@ def test_a_fused_pass_and_three_blocks_with_explicit_attention_are_near_the_pape
 
 
 def test_impossible_settings_are_refused_and_thin_covariances_reported(untrained):
-    with pytest.raises(ValueError, match=r"invalid for this backbone; expected some of 0\.\.3"):
+    with pytest.raises(
+        ValueError, match=r"invalid for this backbone; expected different numbers in 0\.\.3"
+    ):
         learner(Diki, dataclasses.replace(CONFIG, layers="first8"))
     other = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
     with pytest.raises(ValueError, match="give it the features of the same backbone"):

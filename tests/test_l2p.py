@@ -69,7 +69,8 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
 
 def test_layers_that_do_not_fit_the_backbone_are_refused():
     with pytest.raises(
-        ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"
+        ValueError,
+        match=r"layers \(7,\) are invalid for this backbone; expected different numbers in 0\.\.3",
     ):
         learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))
 

@@ -312,4 +312,4 @@ def test_the_stream_is_looked_at_before_it_is_learned(untrained, conv5):
     assert moe.check(tasks * 3) == []
     many = small.task("many", 0, num=18_000)
     (said,) = moe.check([dataclasses.replace(task, test=many.test) for task in (many, many, many)])
-    assert "features of alexnet, 43264 per image, can take 8.7 GiB of memory" in said
+    assert "the 43264 features per image of alexnet need up to 8.7 GiB of memory" in said

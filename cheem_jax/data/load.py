@@ -42,7 +42,7 @@ OpenPhase = Callable[[str, int], AbstractContextManager[OnProgress]]
 """Function that opens a phase of work, given the name of a task and its number of images. The
 context yields a function that counts finished images."""
 Item = TypeVar("Item")
-Loaded = TypeVar("Loaded")
+R = TypeVar("R")
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
@@ -106,7 +106,7 @@ def load_tasks(
     return tuple(_each(plans, load))
 
 
-def _each(items: Iterable[Item], load: Callable[[Item], Loaded]) -> list[Loaded]:
+def _each(items: Iterable[Item], load: Callable[[Item], R]) -> list[R]:
     """Load all items. A single exception reports the broken images of all items."""
     loaded = list[Any]()
     broken = list[str]()

@@ -56,6 +56,22 @@ class TaskInfo(NamedTuple):
     """Number among all tasks that were ever learned in this memory; numbers are not reused."""
 
 
+def predict_images(
+    predictor: Predictor, images: ImageInput | Sequence[ImageInput]
+) -> list[Prediction]:
+    """Predict one or more images; errors name the file, or the position of another image."""
+    if isinstance(images, str | bytes | Path | Image.Image):
+        images = [images]
+    files = [images] if isinstance(images, np.ndarray) and images.ndim == 3 else list(images)
+    predictions = []
+    for i, (file, prediction) in enumerate(predict_files(predictor, files)):
+        if prediction.error:
+            name = file if isinstance(files[i], str | Path) else f"image {i}"
+            prediction = Prediction(error=f"{name}: {prediction.error}")
+        predictions.append(prediction)
+    return predictions
+
+
 class OpenMemory:
     """An open memory directory, or a finished run of CHEEM that can only predict.
 
@@ -219,17 +235,7 @@ class OpenMemory:
         `task` is the true task of all images, if given. For an image that cannot be read, the
         prediction only contains `error`. Raises ValueError for arrays of another shape or type.
         """
-        if isinstance(images, str | bytes | Path | Image.Image):
-            images = [images]
-        files = [images] if isinstance(images, np.ndarray) and images.ndim == 3 else list(images)
-        predictor = self.predictor(top=top, open_set=open_set, task=task)
-        predictions = []
-        for i, (file, prediction) in enumerate(predict_files(predictor, files)):
-            if prediction.error:
-                name = file if isinstance(files[i], str | Path) else f"image {i}"
-                prediction = Prediction(error=f"{name}: {prediction.error}")
-            predictions.append(prediction)
-        return predictions
+        return predict_images(self.predictor(top=top, open_set=open_set, task=task), images)
 
     def evaluate(
         self,

@@ -272,7 +272,7 @@ def test_unfinished_and_corrupted_runs_are_listed_separately(tmp_path, capsys):
         tasks=[{"name": "shapes", "num_test": 50, "flops_method": 1, "seconds": {}}],
     )
     page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
-    assert "begun: unfinished: it has no results yet" in page
+    assert "begun: unfinished: no results yet" in page
     assert "broken: corrupted" in page and "empty: corrupted" in page
     assert "short: unfinished: 1 of 2 tasks are missing" in page
     assert "L2P" not in page.split("demo, vit_micro")[1].split("##")[0]
@@ -293,7 +293,7 @@ def test_wrong_names_are_refused(tmp_path):
         ValueError, match=r"--only names 'foms'; expected some of: fom, .*components"
     ):
         run_tables(tmp_path, "foms")
-    with pytest.raises(ValueError, match="which is no"):
+    with pytest.raises(ValueError, match="is not a folder; give a folder that contains runs"):
         run_tables(tmp_path, "fom")
     (tmp_path / "runs").mkdir()
     (tmp_path / "out").touch()
