@@ -252,7 +252,7 @@ def test_wrong_names_and_seeds_are_refused_before_any_run(settings, capsys):
         ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
         ({"seeds": "1,1"}, "--seeds is '1,1'"),
         ({"tasks": "warm,colt"}, "stream 'demo' has no task 'colt'; did you mean cold"),
-        ({"order": "paper_a"}, "--order paper_a belongs to mtil"),
+        ({"order": "paper_a"}, "--order paper_a is an order of mtil"),
         ({"backbone": "vit_huge_27"}, "vit_huge_27"),
         (
             {"methods": "cheem:uniform", "choose": "warm"},

@@ -179,7 +179,7 @@ def test_impossible_settings_are_refused_and_thin_covariances_reported(untrained
         learner(Diki, CONFIG, router_features=other)
     assert find_layers("last3", 4) == (1, 2, 3) and find_layers("first8", 12) == tuple(range(8))
     tasks = [small.task("small", 0, num=16), small.task("large", 1)]
-    assert [note.split(": ")[-1] for note in untrained.check(tasks)] == ["small"]
+    assert [note.split(": ")[0] for note in untrained.check(tasks)] == ["small"]
     shrunk: Any = fresh(untrained)
     shrunk.config = dataclasses.replace(CONFIG, cov_shrinkage=0.1)
     assert shrunk.check(tasks) == []

@@ -168,8 +168,8 @@ class OpenMemory:
 
     def info(self) -> dict[str, Any]:
         """Return the values that `cheem info` displays; sizes are in bytes on disk."""
-        costs = self.setup.costs(self.internal)
-        tasks = [{**cost, **task._asdict()} for cost, task in zip(costs, self.tasks, strict=True)]
+        pairs = zip(self.setup.costs(self.internal), self.tasks, strict=True)
+        tasks = [{**cost, **task._asdict()} for cost, task in pairs]
         return describe(
             self.directory,
             self.config,
@@ -269,8 +269,7 @@ class OpenMemory:
         return score_open_set(labelled, split, unknown, self.predictor())
 
     def store_scores(self, scores: Sequence[TaskScore]) -> None:
-        """Store scores on test images for `cheem report`. They are valid until the next change of
-        the memory."""
+        """Store scores on test images for `cheem report`, until the memory changes."""
         store_evaluated(self.directory, dataclasses.asdict(self.config), to_evaluated(scores))
 
     def export(
