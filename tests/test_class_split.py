@@ -179,8 +179,19 @@ def test_a_stream_file_has_the_same_settings(zoo):
     assert (
         plans[0].classes == plan_source(str(zoo), class_split=ClassSplit(2, 3, 1993))[1][1].classes
     )
-    name, plans = plan_source(str(file), class_split=ClassSplit(5))  # the argument has priority
-    assert name == "zoo B0 Inc5" and plans[0].classes == CLASSES[:5]
+    permuted = [label for plan in plan_source(str(file))[1] for label in plan.classes]
+    # each given field has priority, and the others are the file's
+    for given, expected in (
+        (ClassSplit(4), ClassSplit(4, 3, 1993)),
+        (ClassSplit(first_task=5), ClassSplit(2, 5, 1993)),
+        (ClassSplit(class_order=7), ClassSplit(2, 3, 7)),
+        (ClassSplit(3, 2, CLASSES), ClassSplit(3, 2, CLASSES)),
+    ):
+        name, plans = plan_source(str(file), class_split=given)
+        assert name == f"zoo B{expected.first_task} Inc{expected.classes_per_task}"
+        assert plans[0].class_split == expected and len(plans[0].classes) == expected.first_task
+        if expected.class_order == 1993:
+            assert [label for plan in plans for label in plan.classes] == permuted
     names = ", ".join(f'"{name}"' for name in reversed(CLASSES))
     file.write_text(f'name = "mine"\n{KEYS}[[task]]\npath = "zoo"\n'.replace("1993", f"[{names}]"))
     name, plans = plan_source(str(file))
@@ -192,7 +203,10 @@ def test_a_stream_file_has_the_same_settings(zoo):
     [
         ("classes_per_task = true", "classes_per_task must be a number, got bool"),
         ("classes_per_task = 1", "classes_per_task is 1; expected at least 2"),
-        ("first_task = 3", "first_task needs classes_per_task"),
+        (
+            "first_task = 3",
+            "first_task and class_order need classes_per_task; give --classes-per-t",
+        ),
         ("classes_per_task = 2\nfirst_task = 0", "first_task is 0; expected at least 2"),
         ("classes_per_task = 2\nclass_order = 'a'", "must be a seed or a list of class names, got"),
         ("classes_per_task = 2\nclass_order = [1]", "must be a seed or a list of class names, got"),
@@ -245,7 +259,8 @@ def run(capsys, zoo: Path, *words):
         (["--classes-per-task", 0], "classes_per_task is 0; expected at least 2"),
         (["--classes-per-task", 6], "7 classes are too few for a first task of 6 classes"),
         (["--classes-per-task", 2, "--class-order", "ant,yak"], "unknown: ['yak']"),
-        (["--class-order", 1993], "--first-task and --class-order need --classes-per-task"),
+        (["--class-order", 1993], "first_task and class_order need classes_per_task; give --cl"),
+        (["--first-task", 3], "first_task and class_order need classes_per_task; give --cl"),
         (["--classes-per-task", 2, "--stream", "demo"], "the demo stream has several tasks"),
     ],
 )

@@ -101,6 +101,22 @@ def test_options_override_a_protocol(fill):
     assert name == "vtab50 B30 Inc5" and [len(plan.classes) for plan in plans] == [30, 5, 5, 5, 5]
 
 
+def test_options_that_are_not_given_leave_the_order_of_the_protocol(fill):
+    data_dir = fill("cub200", official.cub200(200))
+
+    def classes(given: ClassSplit | None) -> list[tuple[str, ...]]:
+        _, plans = plan_source("cub200_b0_inc20", data_dir=data_dir, class_split=given)
+        return [plan.classes for plan in plans]
+
+    order = sum(classes(None), ())
+    assert order != tuple(sorted(order))
+    assert classes(ClassSplit(10)) == [order[start : start + 10] for start in range(0, 200, 10)]
+    halved = classes(ClassSplit(first_task=100))
+    assert sum(halved, ()) == order and [*map(len, halved)] == [100, 20, 20, 20, 20, 20]
+    other = classes(ClassSplit(class_order=7))
+    assert [*map(len, other)] == [20] * 10 and sum(other, ()) != order
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_missing_images_are_reported_with_the_next_step(tmp_path, protocol):
     with pytest.raises(MissingTasks) as error:

@@ -22,14 +22,16 @@ def split_by_class(plan: Plan, split: ClassSplit) -> list[Plan]:
     `class_order` does not name each class once.
     """
     num = len(plan.classes)
-    first = split.first_task or split.classes_per_task
+    increment = split.classes_per_task
+    assert increment is not None
+    first = split.first_task or increment
     if num < first + 2:
         raise ValueError(
             f"{plan.source}: {num} classes are too few for a first task of {first} classes and a"
             f" second task; expected at least {first + 2}, or fewer classes per task"
         )
     labels = order_classes(plan, split.class_order)
-    starts = [0, *range(first, num, split.classes_per_task)]
+    starts = [0, *range(first, num, increment)]
     if num - starts[-1] == 1:
         starts.pop()
     digits = max(2, len(str(len(starts))))

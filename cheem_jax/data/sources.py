@@ -52,8 +52,8 @@ def plan_source(
     directory contains a folder or file of images with this name. `tasks` selects and orders the
     tasks. `order` is one of MTIL's orders. `seed` determines how missing splits are cut. `purpose`
     determines the requirements for each task. `class_split` divides the classes of the source's
-    only data set into tasks; `tasks` then selects among these. Raises MissingTasks,
-    FileNotFoundError or ValueError.
+    only data set into tasks; `tasks` then selects among these. Its fields that are not None
+    override a protocol or stream file. Raises MissingTasks, FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)
@@ -67,9 +67,10 @@ def plan_source(
         )
     if source in PROTOCOLS:
         source, protocol_split = PROTOCOLS[source]
-        class_split = class_split or protocol_split
+        class_split = _override(protocol_split, class_split)
     is_stream_file = path.suffix.lower() == ".toml"
     if class_split is not None and not is_stream_file:
+        _check_division(source, class_split)
         name, plans = plan_source(
             source, data_dir=data_dir, order=order, seed=seed, purpose=purpose
         )
@@ -108,6 +109,20 @@ def plan_source(
     if tasks is not None:
         check_names(tasks, [plan.name for plan in plans], source)
     return name, plans
+
+
+def _override(default: ClassSplit, given: ClassSplit | None) -> ClassSplit:
+    """Replace the fields of a source's own division by the given ones that are not None."""
+    changes = {} if given is None else vars(given)
+    return dataclasses.replace(default, **{k: v for k, v in changes.items() if v is not None})
+
+
+def _check_division(source: object, split: ClassSplit) -> None:
+    if split.classes_per_task is None:
+        raise ValueError(
+            f"{source}: first_task and class_order need classes_per_task; give"
+            " --classes-per-task, or write it into the stream file"
+        )
 
 
 def _split_only(
@@ -199,8 +214,8 @@ def plan_stream_file(
     the argument. `tasks` selects and orders the tasks; other tasks are not read.
 
     With `classes_per_task` in the file, the classes of its only `[[task]]` are divided into tasks
-    (`ClassSplit`), and `tasks` selects among these; `class_split` overrides the file. Raises
-    FileNotFoundError, or ValueError with all errors in the file.
+    (`ClassSplit`), and `tasks` selects among these. Fields of `class_split` that are not None
+    override the file. Raises FileNotFoundError, or ValueError with all errors in the file.
     """
     file = absolute(file)
     if not file.is_file():
@@ -216,11 +231,13 @@ def plan_stream_file(
         raise ValueError(f"{file}: not readable as TOML: {error}") from error
     tables = _named_tables(file, content)
     stream_name = content.get("name", file.resolve().stem)
-    if class_split is None and "classes_per_task" in content:
+    if not content.keys().isdisjoint(CLASS_SPLIT):
         try:
-            class_split = ClassSplit.of(content)
+            class_split = _override(ClassSplit.of(content), class_split)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
+    if class_split is not None:
+        _check_division(file, class_split)
     selected = list(tables)
     if tasks is not None and class_split is None:
         selected = check_names(tasks, selected, f"stream {file}")
@@ -246,8 +263,6 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
         if type(value) is not int and not (key == "class_order" and is_names):
             expected = "a seed or a list of class names" if key == "class_order" else "a number"
             errors.append(f"{key} must be {expected}, got {type(value).__name__}")
-        elif key in content and "classes_per_task" not in content:
-            errors.append(f"{key} needs classes_per_task")
     tables = content.get("task", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         errors, tables = [*errors, "`task` must be a list of tables; write [[task]]"], []

@@ -54,11 +54,9 @@ class StreamConfig:
 
     @property
     def class_split(self) -> ClassSplit | None:
-        """The division of the classes into tasks, if there is one."""
+        """The fields of the division of classes that the options set, if any."""
         order = self.class_order
-        if self.classes_per_task is None:
-            if order is not None or self.first_task is not None:
-                raise ValueError("--first-task and --class-order need --classes-per-task")
+        if self.classes_per_task is None and self.first_task is None and order is None:
             return None
         if order is not None and order.strip().isdecimal():
             order = int(order)

@@ -46,7 +46,8 @@ _SPLIT = re.compile(
 class ClassSplit:
     """Division of one data set into tasks with disjoint classes (class-incremental learning)."""
 
-    classes_per_task: int
+    classes_per_task: int | None = None
+    """None only in options that override a protocol or a stream file."""
     first_task: int | None = None
     """Number of classes in the first task; None: `classes_per_task`."""
     class_order: int | tuple[str, ...] | None = None
@@ -68,7 +69,7 @@ class ClassSplit:
         """Build a division from the entries of a JSON or TOML table, in which names are a list."""
         order = entries.get("class_order")
         return ClassSplit(
-            entries["classes_per_task"],
+            entries.get("classes_per_task"),
             entries.get("first_task"),
             tuple(order) if isinstance(order, list) else order,
         )
