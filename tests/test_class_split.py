@@ -11,7 +11,7 @@ from commands import cheem
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks
-from cheem_jax.data.class_split import split_by_class
+from cheem_jax.data.class_split import order_classes, split_by_class
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import ClassSplit
 
@@ -49,13 +49,14 @@ def images_by_class(plans) -> dict[tuple[str, str], set[bytes]]:
     return images
 
 
-def test_seed_1993_leads_to_the_order_of_pilot():
+def test_seed_1993_leads_to_the_order_of_pilot(tmp_path):
+    hundred = photos(tmp_path / "hundred", [f"{label:02d}" for label in range(100)], num=3)
+    (plan,) = plan_source(str(hundred))[1]
     # the first classes of CIFAR-100 in the published orders of class-incremental learning
-    assert np.random.RandomState(1993).permutation(100)[:5].tolist() == [68, 56, 78, 8, 23]
-    for seed, num in ((1993, 100), (1993, 7), (0, 7), (2**32 - 1, 50)):
+    assert order_classes(plan, 1993)[:5].tolist() == [68, 56, 78, 8, 23]
+    for seed in (1993, 0, 2**32 - 1):
         np.random.seed(seed)
-        expected = np.random.permutation(num)
-        np.testing.assert_array_equal(np.random.RandomState(seed).permutation(num), expected)
+        np.testing.assert_array_equal(order_classes(plan, seed), np.random.permutation(100))
 
 
 def test_classes_are_permuted_by_the_seed_and_keep_their_names(zoo):
@@ -270,10 +271,12 @@ def test_bad_settings_of_a_run_are_one_line_and_status_2(capsys, zoo, words, com
     assert not (zoo.parent / "run").exists()
 
 
-def test_a_divided_data_set_is_learned_recorded_and_resumed(capsys, zoo, monkeypatch):
+@pytest.mark.parametrize("given", [1993, ["fox", "bee", "gnu", "ant", "elk", "cat", "dog"]])
+def test_a_divided_data_set_is_learned_recorded_and_resumed(capsys, zoo, monkeypatch, given):
     from cheem_jax import continual
 
-    words = ("--classes-per-task", 2, "--class-order", 1993)
+    is_seed = isinstance(given, int)
+    words = ("--classes-per-task", 2, "--class-order", given if is_seed else ",".join(given))
     evaluate = continual.evaluate
 
     def killed(tasks, *rest):
@@ -287,17 +290,19 @@ def test_a_divided_data_set_is_learned_recorded_and_resumed(capsys, zoo, monkeyp
     monkeypatch.undo()
     status, printed, error = run(capsys, zoo, *words)
     assert status == 0, error
-    assert "zoo B0 Inc2: 7 classes permuted with seed 1993, 3 tasks of 2 classes" in printed
+    what = "permuted with seed 1993" if is_seed else "in the given order"
+    assert f"zoo B0 Inc2: 7 classes {what}, 3 tasks of 2 classes" in printed
     assert "zoo-03 has the remaining 3" in printed
     first, *_ = map(json.loads, (zoo.parent / "run" / "metrics.jsonl").read_text().splitlines())
     np.random.seed(1993)
-    order = [CLASSES[label] for label in np.random.permutation(7)]
+    permuted = [CLASSES[label] for label in np.random.permutation(7)]
+    order = permuted if is_seed else given
     assert first["data"]["classes"] == {
         "zoo-01": order[:2],
         "zoo-02": order[2:4],
         "zoo-03": order[4:],
     }
-    expected = {"classes_per_task": 2, "first_task": None, "class_order": 1993}
+    expected = {"classes_per_task": 2, "first_task": None, "class_order": given}
     assert first["data"]["class_split"] == expected
     # the report finds the images again and shows some
     assert "data:image" in (zoo.parent / "run" / "report.html").read_text()
