@@ -238,6 +238,13 @@ def test_several_data_sets_are_not_divided(tmp_path):
         photos(tmp_path / "sets" / name, classes)
     with pytest.raises(ValueError, match="divides one data set, but .* has 2: one, two; give one"):
         plan_source(str(tmp_path / "sets"), class_split=ClassSplit(2))
+    # before anything is read or looked for
+    file = tmp_path / "stream.toml"
+    file.write_text('[[task]]\npath = "absent"\n[[task]]\nbenchmark = "dtd"\n')
+    for tasks in (None, ["dtd"]):
+        for source, names in (("mtil", "11: aircraft, caltech101"), (str(file), "2: absent, dtd")):
+            with pytest.raises(ValueError, match=f"divides one data set, but .* has {names}"):
+                plan_source(source, tasks, data_dir=tmp_path, class_split=ClassSplit(2))
 
 
 def test_a_class_without_test_images_is_refused_like_in_the_whole_data_set(zoo):

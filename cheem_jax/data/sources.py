@@ -71,6 +71,8 @@ def plan_source(
     is_stream_file = path.suffix.lower() == ".toml"
     if class_split is not None and not is_stream_file:
         _check_division(source, class_split)
+        if source in BENCHMARKS:
+            _check_single(source, task_order(source))
         name, plans = plan_source(
             source, data_dir=data_dir, order=order, seed=seed, purpose=purpose
         )
@@ -125,16 +127,20 @@ def _check_division(source: object, split: ClassSplit) -> None:
         )
 
 
+def _check_single(source: object, names: Sequence[str]) -> None:
+    if len(names) != 1:
+        raise ValueError(
+            f"classes_per_task divides one data set, but {source} has {len(names)}:"
+            f" {', '.join(names)}; give one of them"
+        )
+
+
 def _split_only(
     source: object, plans: Sequence[Plan], split: ClassSplit, tasks: Sequence[str] | None
 ) -> list[Plan]:
     """Divide the classes of the only data set of a source. `tasks` selects and orders the resulting
     tasks."""
-    if len(plans) != 1:
-        raise ValueError(
-            f"classes_per_task divides one data set, but {source} has {len(plans)}:"
-            f" {', '.join(plan.name for plan in plans)}; give one of them"
-        )
+    _check_single(source, [plan.name for plan in plans])
     parts = split_by_class(plans[0], split)
     if tasks is None:
         return parts
@@ -238,6 +244,7 @@ def plan_stream_file(
             raise ValueError(f"{file}: {error}") from error
     if class_split is not None:
         _check_division(file, class_split)
+        _check_single(file, list(tables))
     selected = list(tables)
     if tasks is not None and class_split is None:
         selected = check_names(tasks, selected, f"stream {file}")
