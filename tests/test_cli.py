@@ -284,9 +284,9 @@ def test_the_version_is_reported(capsys):
 def test_an_unknown_command_is_answered_with_the_nearest(capsys, words, nearest):
     status, _, error = cheem(capsys, *words)
     assert status == 2
-    assert f"nearest: {nearest}; expected one of" in error
+    assert f"most similar: {nearest}; expected one of" in error
     assert error.count("\n") == 1
-    assert "nearest" not in cheem(capsys, "xyzzy")[2]
+    assert "similar" not in cheem(capsys, "xyzzy")[2]
 
 
 @pytest.mark.parametrize(

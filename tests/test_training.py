@@ -1,6 +1,7 @@
 """Effects of a step, and fitting."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -365,8 +366,9 @@ def test_if_nothing_else_learns_the_head_alone_is_trained_on_cached_features():
 def test_memory_is_a_quarter_of_the_devices_unless_set():
     assert memory_budget(0.5) == 2**29 and memory_budget(0) == 0
     assert 2**28 < memory_budget(None) < 2**45
-    with pytest.raises(ValueError, match="memory_gb is -1"):
-        memory_budget(-1)
+    for wrong in (-1, float("inf"), float("nan"), 1e300):
+        with pytest.raises(ValueError, match=f"memory_gb is {re.escape(str(wrong))}; expected 0"):
+            memory_budget(wrong)
 
 
 def test_prefetched_batches_arrive_in_order_and_their_errors_reach_the_reader():

@@ -69,5 +69,5 @@ def _suggest(name: str) -> str:
     nearest = difflib.get_close_matches(name, names, n=1) or [
         command for command in names if difflib.get_close_matches(name, command.split()[-1:])
     ]
-    hint = f"nearest: {', '.join(nearest)}; " if nearest else ""
+    hint = f"most similar: {', '.join(nearest)}; " if nearest else ""
     return f"unknown command {name!r}; {hint}expected one of: {', '.join(names)}"

@@ -51,7 +51,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.memory_gb is not None:
-            memory_budget(self.memory_gb)  # raises if it is negative
+            memory_budget(self.memory_gb)  # raises if it is out of range
         for name in ("programs", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine {name} is {getattr(self, name)}; expected at least 1")

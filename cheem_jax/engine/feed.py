@@ -248,11 +248,11 @@ def prefetch(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
 def memory_budget(gigabytes: float | None) -> int:
     """Convert the setting `memory_gb` to bytes; None means a quarter of the device's memory.
 
-    Raises ValueError for a negative number.
+    Raises ValueError for a number that is not in 0..1e9.
     """
     if gigabytes is not None:
-        if gigabytes < 0:
-            raise ValueError(f"memory_gb is {gigabytes}; expected 0 (cache nothing) or more")
+        if not 0 <= gigabytes <= 1e9:
+            raise ValueError(f"memory_gb is {gigabytes}; expected 0 (cache nothing) to 1e9 GB")
         return int(gigabytes * 2**30)
     statistics = jax.local_devices()[0].memory_stats() or {}
     memory = statistics.get("bytes_limit")
