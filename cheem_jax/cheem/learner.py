@@ -254,9 +254,7 @@ class Cheem(ExpertMemory):
         underway = learning.underway
         if self.config.sampling == "uniform":
             config = dataclasses.replace(config, epsilon=1.0)
-        rng = np.random.default_rng(self.keys.seed_at(learning.index, Phase.SCORE))
-        shuffled = rng.permutation(len(learning.task.train.labels))
-        rows = np.sort(shuffled[: num_scored(self.config, learning.task)])
+        rows = scored_rows(self.config, self.keys, learning)
         num = len(rows) + len(learning.task.val.labels)
         done = 0 if underway.searched is None else underway.searched.generations
         total = config.population * num * (config.generations - done)
@@ -388,6 +386,13 @@ class Cheem(ExpertMemory):
             return learning.train
         seed = self.keys.seed_at(learning.index, phase)
         return AugmentedImages(self.executor, learning.task.train.images, seed)
+
+
+def scored_rows(config: CheemConfig, keys: Keys, learning: Learning) -> Int[np.ndarray, "N"]:
+    """Sample the training images that the score uses; return their sorted indices."""
+    rng = np.random.default_rng(keys.seed_at(learning.index, Phase.SCORE))
+    shuffled = rng.permutation(len(learning.task.train.labels))
+    return np.sort(shuffled[: num_scored(config, learning.task)])
 
 
 def candidate_score(

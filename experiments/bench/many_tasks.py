@@ -254,7 +254,7 @@ def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, 
         assert np.array_equal(answers[name].targets, np.arange(num)), (
             "images are routed to other tasks"
         )
-        seconds.median(f"ask_{name}", functools.partial(predictor.answer, images_of_tasks))
+        seconds.median(f"ask_{name}", functools.partial(predictor.predict_arrays, images_of_tasks))
         numbers |= {
             f"{name}_megabytes": measure.process_memory("VmRSS") / 1e6,
             f"{name}_counters": predictor.counters(),

@@ -25,7 +25,7 @@ import numpy as np
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.closed_form import fit_head
 from cheem_jax.cheem.config import QUICK, QUICK_PLUS, CheemConfig
-from cheem_jax.cheem.learner import Cheem, Learning
+from cheem_jax.cheem.learner import Cheem, Learning, scored_rows
 from cheem_jax.cheem.training import supernet_draws
 from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
@@ -98,7 +98,8 @@ class RecordingCheem(Cheem):
         draws = supernet_draws(
             keys.at(index, Phase.SUPERNET_MODE),
             keys.at(index, Phase.SUPERNET_DRAW),
-            **tables._asdict(),
+            exploit=tables.exploit,
+            uniform=tables.uniform,
             epsilon=config.exploration.epsilon,
         )
         steps = num_batches(len(learning.task.train.labels), config.batch_size)
@@ -108,17 +109,19 @@ class RecordingCheem(Cheem):
             ]
         return super().train_supernet(learning, tables)
 
-    def _score(self, learning: Learning, trained: Any, rows: np.ndarray, advance: Any) -> Any:
-        score = super()._score(learning, trained, rows, advance)
-        self.plan.scored = rows
-
-        def recorded(genomes: np.ndarray) -> np.ndarray:
+    def search(self, learning: Learning, tables: Any, trained: Any) -> Any:
+        """See `Cheem`."""
+        codes = super().search(learning, tables, trained)
+        searched = learning.underway.searched
+        assert searched is not None, "the search has ended"
+        self.plan.scored = scored_rows(self.config, self.keys, learning)
+        genomes = searched.scored.genomes
+        for start in range(0, len(genomes), self.config.search.population):
+            generation = genomes[start : start + self.config.search.population]
             self.plan.generations.append(
-                [decode(codes, learning.candidates.sizes) for codes in genomes]
+                [decode(codes, learning.candidates.sizes) for codes in generation]
             )
-            return score(genomes)
-
-        return recorded
+        return codes
 
     def finetune(self, learning: Learning, trained: Any, codes: np.ndarray) -> Any:
         """See `Cheem`."""
