@@ -98,7 +98,7 @@ def test_a_memory_whose_earlier_task_is_from_another_run_is_refused(tmp_path):
     memory = two_tasks()
     save_memory_task(tmp_path, memory, 1, rank=2)
     save_memory_task(tmp_path, grown(InternalMemory(POOL), "other", ["skip"] * 4, 3), 0, rank=2)
-    with pytest.raises(ValueError, match="001-shapes does not fit .it uses experts"):
+    with pytest.raises(ValueError, match="001-shapes is invalid .it uses experts"):
         open_memory(tmp_path, POOL)
 
 
@@ -288,7 +288,7 @@ def test_only_corrupted_tasks_are_reported_as_corrupted(tmp_path, monkeypatch):
         (whole / "task.json").read_text().replace(FORMAT, "cheem_jax-task/99")
     )
     with pytest.raises(
-        ValueError, match="does not fit .the format in its task.json is 'cheem_jax-task/99'"
+        ValueError, match="is invalid .the format in its task.json is 'cheem_jax-task/99'"
     ):
         load_task(whole)
 

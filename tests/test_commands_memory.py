@@ -276,7 +276,7 @@ def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
         if file.is_file() and "generation" in str(file)
     }
     status, out, _ = cheem(capsys, "learn", copied, photos / FIRST, "--discard-unfinished")
-    assert status == 0 and "learned already" in out and "no task is interrupted" in out
+    assert status == 0 and "learned already" in out and "no interrupted task to discard" in out
     assert before == {
         f: f.read_bytes() for f in copied.rglob("*") if f.is_file() and "generation" in str(f)
     }
@@ -448,7 +448,7 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
     assert "forgotten" not in said
     for words, reason in (
         ([copied, more, "--extend", "dgos"], "no task 'dgos'"),
-        ([tmp_path / "no", more, "--extend", FIRST], "no memory"),
+        ([tmp_path / "no", more, "--extend", FIRST], "does not exist, so task"),
     ):
         status, _, err = cheem(capsys, "learn", *words)
         assert status == 2 and reason in err and err.count("\n") == 1
@@ -481,7 +481,7 @@ def test_no_memory_is_reported_by_every_command(capsys, tmp_path, command):
         "export": [tmp_path / "a.onnx"],
     }
     status, _, err = cheem(capsys, command, tmp_path / "nowhere", *words.get(command, []))
-    assert status == 2 and "no memory" in err and err.count("\n") == 1
+    assert status == 2 and "does not exist; `cheem learn" in err and err.count("\n") == 1
 
 
 @pytest.mark.full

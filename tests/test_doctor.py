@@ -86,8 +86,8 @@ def test_without_a_home_folder_a_note_says_so(monkeypatch, sound, capsys):
     assert doctor.examine(doctor.Doctor()) == 0
     note, verdict = capsys.readouterr().out.splitlines()[-2:]
     assert note.startswith("note: ") and "the home folder is unknown" in note
-    assert note.endswith("way out: set HOME, or give the full path")
-    assert verdict == "cheem can work here"
+    assert note.endswith("solution: set HOME, or give the full path")
+    assert verdict == "cheem works on this machine"
 
 
 def test_a_broken_jax_is_reported_last_with_the_way_out(tmp_path):

@@ -378,7 +378,7 @@ def test_places_and_tasks_that_do_not_fit_are_refused_before_any_work(tmp_path):
     with pytest.raises(ValueError, match="choose one of plain, grown, chained, early"):
         export(subject, tmp_path / "memory.safetensors", "timm")
     (tmp_path / "memory.stablehlo.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"memory\.stablehlo\.json exists already"):
+    with pytest.raises(ValueError, match=r"memory\.stablehlo\.json exists; choose another file"):
         export(subject, tmp_path / "memory.stablehlo", "stablehlo")
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(ValueError, match="is a folder"):
@@ -425,7 +425,7 @@ def test_a_backbone_that_timm_does_not_build_is_refused(tmp_path):
     clip = dataclasses.replace(CONFIGS["clip_vit_base"], name="own", timm_name=None)
     with pytest.raises(
         ValueError,
-        match="does not support activation='quick_gelu'.* of backbone 'own'.*stablehlo or onnx",
+        match="does not support .*activation='quick_gelu'.* of backbone 'own'.*stablehlo or onnx",
     ):
         timm_weights._arguments(clip)
     arguments = timm_weights._arguments(

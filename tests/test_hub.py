@@ -187,7 +187,7 @@ def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(
 
     sent["../outside.txt"] = sent["base/../../outside.txt"] = b"elsewhere"
     status, out, _ = cheem(capsys, "pull", REPO, tmp_path / "new")
-    assert status == 0 and "contains task0, task1; cheem predict" in out
+    assert status == 0 and "contains task0, task1; predict with `cheem predict" in out
     assert not list(tmp_path.rglob("outside.txt")) and not (tmp_path / "new" / ".cache").exists()
     images = STREAM.tasks[1].test.images
     assert cheem_jax.open(tmp_path / "new").predict(images) == cheem_jax.open(memory).predict(
@@ -271,7 +271,7 @@ def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
     config["learning"] = {"name": "cats", "number": 2, "data_sha256": "0"}
     (memory / "config.json").write_text(json.dumps(config))
     status, _, err = cheem(capsys, "push", memory, REPO)
-    assert status == 2 and "task 'cats' is interrupted; finish it, or forget it" in err
+    assert status == 2 and "task 'cats' is interrupted; finish or forget it before" in err
 
 
 def test_too_many_or_too_large_files_are_refused_before_one_is_fetched(

@@ -64,8 +64,8 @@ def fake(num: int, devices: range) -> Layout:
 def test_each_process_reads_its_part_of_a_batch_which_is_padded_with_the_first_row():
     rows = np.arange(10, 17)
     first, second = fake(4, range(0, 2)), fake(4, range(2, 4))
-    assert first.mine(rows).tolist() == [10, 11, 12, 13]
-    assert second.mine(rows).tolist() == [
+    assert first.local_rows(rows).tolist() == [10, 11, 12, 13]
+    assert second.local_rows(rows).tolist() == [
         14,
         15,
         16,
@@ -103,7 +103,7 @@ class Noted:
 def test_a_process_reads_only_the_images_of_its_devices(monkeypatch):
     images = Noted()
     second = fake(4, range(2, 4))
-    monkeypatch.setattr(second, "joined", lambda part: part)
+    monkeypatch.setattr(second, "join", lambda part: part)
     assert [len(part) for part in second.read(images, [np.arange(8), np.arange(8, 13)])] == [4, 4]
     assert images.asked == [[4, 5, 6, 7], [12, 8, 8, 8]]
 

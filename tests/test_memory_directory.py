@@ -149,6 +149,6 @@ def test_a_read_only_disk_is_reported_with_the_name_of_the_file(tmp_path, monkey
     for name in ("open", "unlink"):  # Linux refuses even to remove a missing file
         monkeypatch.setattr(Path, name, refuses)
     with pytest.raises(
-        OSError, match=rf"Read-only file system, and .* must be written: '{tmp_path}/x.onnx'$"
+        OSError, match=rf"Read-only file system, but .* must be written: '{tmp_path}/x.onnx'$"
     ):
         write_atomically(tmp_path / "x.onnx", b"x")

@@ -509,7 +509,7 @@ def test_a_non_numeric_accuracy_is_reported_with_its_run(tmp_path):
     page = parsed(matrix)
     assert page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33]
     assert sections(page)[-2] == "examples"
-    assert page.text.count("Corrupted: a value here") == 1  # the images
+    assert page.text.count("Corrupted: a value of this section") == 1  # the images
 
 
 def test_unfinished_runs_are_shown_up_to_their_last_entry_and_not_compared(tmp_path):

@@ -55,7 +55,7 @@ def test_a_line_that_changed_is_an_error_with_its_number(tmp_path, number):
     one_digit = lines[number - 1].replace("5, ", "6, ")
     assert one_digit != lines[number - 1]
     (tmp_path / record.NAME).write_text("".join([*lines[: number - 1], one_digit, *lines[number:]]))
-    with pytest.raises(ValueError, match=f"line {number} is not"):
+    with pytest.raises(ValueError, match=f"line {number} was changed"):
         record.read(tmp_path)
 
 

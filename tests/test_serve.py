@@ -341,7 +341,7 @@ def test_unknown_paths_are_404_and_counted_as_one(path: str, served: Served):
     before = served.metric('cheem_requests_total{path="other",status="404"}')
     answer = served.ask("GET", path)
     assert answer.status == 404
-    assert answer.json["error"].startswith("unknown path; there are /, /predict")
+    assert answer.json["error"].startswith("unknown path; expected one of /, /predict")
     assert served.metric('cheem_requests_total{path="other",status="404"}') == before + 1
     assert path not in served.ask("GET", "/metrics").body.decode()
 
@@ -434,7 +434,7 @@ def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_image(gated: C
 def test_an_answer_that_needs_too_long_is_503_and_later_ones_are_not(gated: Colours):
     with serving(gated, Limits(timeout_s=0.15)) as served:
         answer = served.predict(PNG)
-        assert answer.status == 503 and "no answer within 0.15 s" in answer.json["error"]
+        assert answer.status == 503 and "no prediction within 0.15 s" in answer.json["error"]
         gated.gate.set()
         wait_until(lambda: served.predict(PNG).status == 200)
 
@@ -532,7 +532,7 @@ def test_a_signal_ends_the_command_in_a_line_after_it_has_printed_its_address(
     assert ended.value.code == status and said.err == "\nstopped.\n"
     assert f"ready on http://127.0.0.1:{settings.port} for" in said.out
     assert "pets: 2 tasks" in said.out
-    assert "about 5 % of a task's images; --open-set off" in said.out
+    assert "about 5 % of a task's images; with --open-set off" in said.out
     assert signal.getsignal(signal.SIGTERM) is handler
 
 

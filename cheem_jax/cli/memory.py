@@ -171,7 +171,7 @@ def learn_tasks(settings: Learn) -> None:
     if settings.name is not None and len(plans) > 1:
         raise ValueError(
             f"the name {settings.name!r} is for one task, but the data contain {len(plans)}:"
-            f" {[plan.name for plan in plans]}"
+            f" {[plan.name for plan in plans]}; give the data of one task, or omit --name"
         )
     fresh = not (settings.memory / NAME).exists()
     if fresh and settings.extend is not None:

@@ -41,7 +41,8 @@ def read_new_tasks(
     if (given := name if extend is None else extend) is not None:
         if len(tasks) != 1:
             raise ValueError(
-                f"the name {given!r} is for one task, but the data contain {len(tasks)}: {names}"
+                f"the name {given!r} is for one task, but the data contain {len(tasks)}: {names};"
+                " give the data of one task"
             )
         names = [given]
     names = state.spelled(names)

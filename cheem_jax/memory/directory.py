@@ -160,9 +160,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        way_out = (
-            "" if error.errno in REFUSING else ": cannot create a folder there; choose another one"
-        )
+        way_out = "" if error.errno in REFUSING else ": cannot create it; choose another folder"
         raise OSError(error.errno, f"{error.strerror}{way_out}", str(directory)) from error
     try:
         yield partial

@@ -98,9 +98,7 @@ def parts_of(task: Task, split: str, *, is_learned: bool) -> tuple[list[Split], 
             text = "all {} images"
     parts = [part for part in parts if len(part.labels)]
     if not parts:
-        raise ValueError(
-            f"task {task.name!r} has no {split} image to measure on; name another split"
-        )
+        raise ValueError(f"task {task.name!r} has no {split} images; choose another split")
     return parts, text
 
 
