@@ -404,7 +404,7 @@ def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
     said = " ".join(out.split())
     assert status == 0
     assert (
-        f"{FIRST}: 18 more images to learn from (16 before), 2 to decide on, 1 more class" in said
+        f"{FIRST}: 18 more images to learn from (16 before), 2 for validation, 1 more class" in said
     )
     assert re.search(rf"{FIRST}: [\d.]+ % on 2 validation images \(", said)
     memory.refresh()
