@@ -16,6 +16,8 @@ from cheem_jax.data.sources import MissingTasks, cache_dir_of, plan_source
 from cheem_jax.data.task import ClassSplit, Stream, select
 
 DEMO = "demo"
+MAX_SEED_DIGITS = 10
+"""Number of decimal digits of the largest seed of a class order, 2^32 - 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class StreamConfig:
     """Number of classes in the first task; default: as in the others."""
     class_order: str | None = None
     """Order of the classes that are divided: a seed (1993: the permutation of PILOT), or all
-    class names, separated by commas; default: the data set's order."""
+    class names, separated by commas (a name that contains a comma needs a stream file);
+    default: the data set's order."""
     order: Order = "default"
     """Order of MTIL's tasks. `default` is the order of the paper's tables, `paper_a` to `paper_c`
     are the orders of its table on task orders, and `zscl_ii` is the second order of ZSCL."""
@@ -58,10 +61,16 @@ class StreamConfig:
         order = self.class_order
         if self.classes_per_task is None and self.first_task is None and order is None:
             return None
-        if order is not None and order.strip().isdecimal():
-            order = int(order)
-        elif order is not None:
-            order = tuple(name.strip() for name in order.split(","))
+        if order is not None:
+            names = tuple(name.strip() for name in order.split(","))
+            if not all(names) or (
+                order.strip().isdecimal() and len(order.strip()) > MAX_SEED_DIGITS
+            ):
+                raise ValueError(
+                    f"--class-order is {order[:40]!r}; expected a seed of at most"
+                    f" {MAX_SEED_DIGITS} digits, or all class names, separated by commas"
+                )
+            order = int(names[0]) if len(names) == 1 and names[0].isdecimal() else names
         return ClassSplit(self.classes_per_task, self.first_task, order)
 
     @property
