@@ -11,9 +11,9 @@ from commands import cheem
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks
-from cheem_jax.data.class_split import order_classes, split_by_class
+from cheem_jax.data.class_split import describe_split, order_classes, split_by_class
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import ClassSplit
+from cheem_jax.data.task import ClassSplit, Stream
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu")
 MEMORY = ImagesConfig("memory")
@@ -169,6 +169,19 @@ def test_tasks_selects_among_the_parts_and_keeps_their_names(zoo):
         plan_source(str(zoo), ["zoo-4"], class_split=ClassSplit(2))
 
 
+def test_the_description_counts_the_selected_tasks(zoo):
+    for split, tasks, expected in (
+        (ClassSplit(2), ["zoo-03"], "zoo B0 Inc2: 1 task of 3 classes"),
+        (ClassSplit(2), ["zoo-02", "zoo-01"], "zoo B0 Inc2: 2 tasks of 2 classes"),
+        (ClassSplit(2, 3), None, "zoo B3 Inc2: 1 task of 3 classes, 2 tasks of 2 classes"),
+    ):
+        name, plans = plan_source(str(zoo), tasks, class_split=split)
+        stream = Stream(name, load_tasks(plans, 6, MEMORY))
+        assert (
+            describe_split(stream) == f"{expected}; the data set's classes are in their own order"
+        )
+
+
 KEYS = "classes_per_task = 2\nfirst_task = 3\nclass_order = 1993\n"
 
 
@@ -302,8 +315,8 @@ def test_a_divided_data_set_is_learned_recorded_and_resumed(capsys, zoo, monkeyp
     status, printed, error = run(capsys, zoo, *words)
     assert status == 0, error
     what = "permuted with seed 1993" if is_seed else "in the given order"
-    assert f"zoo B0 Inc2: 7 classes {what}, 3 tasks of 2 classes" in printed
-    assert "zoo-03 has the remaining 3" in printed
+    sentence = f"2 tasks of 2 classes, 1 task of 3 classes; the data set's classes are {what}"
+    assert f"zoo B0 Inc2: {sentence}" in " ".join(printed.split())
     first, *_ = map(json.loads, (zoo.parent / "run" / "metrics.jsonl").read_text().splitlines())
     np.random.seed(1993)
     permuted = [CLASSES[label] for label in np.random.permutation(7)]

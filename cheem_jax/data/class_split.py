@@ -4,6 +4,7 @@ The protocol "B0 Inc10" has tasks of 10 classes; "B50 Inc10" has 50 classes in t
 in each further one. Splits into train, validation and test do not depend on the division.
 """
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -100,14 +101,8 @@ def describe_split(stream: Stream) -> str | None:
             order = f"permuted with seed {seed}"
         case _:
             order = "in the given order"
-    num = sum(len(task.classes) for task in stream.tasks)
-    sentence = (
-        f"{stream.name}: {num} classes {order}, {len(stream.tasks)} tasks of"
-        f" {split.classes_per_task} classes"
-    )
-    for task in stream.tasks:
-        if len(task.classes) != split.classes_per_task:
-            is_first = split.first_task is not None and int(task.name.rpartition("-")[2]) == 1
-            kind = "the first" if is_first else "the remaining"
-            sentence += f"; {task.name} has {kind} {len(task.classes)}"
-    return sentence
+    counts = collections.Counter(len(task.classes) for task in stream.tasks)
+    tasks = [
+        f"{num} task{'s' if num > 1 else ''} of {size} classes" for size, num in counts.items()
+    ]
+    return f"{stream.name}: {', '.join(tasks)}; the data set's classes are {order}"
