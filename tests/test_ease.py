@@ -98,6 +98,9 @@ def test_a_class_has_length_1_in_its_own_subspace_and_a_tenth_in_others():
     lengths = [np.linalg.norm(weight, axis=0) for weight in classifiers(prototypes)]
     np.testing.assert_allclose(lengths[0], [1, 1, 0.1, 0.1, 0.1], rtol=1e-5)
     np.testing.assert_allclose(lengths[1], [0.1, 0.1, 1, 1, 1], rtol=1e-5)
+    prototypes.append(random_prototypes(2, 3, 1, 6))
+    lengths = [np.linalg.norm(weight, axis=0) for weight in classifiers(prototypes)]
+    np.testing.assert_allclose(lengths[2], [0.05, 0.05, 0.05, 0.05, 0.05, 1], rtol=1e-5)
 
 
 @pytest.mark.full
@@ -117,7 +120,7 @@ def test_logits_are_sums_of_cosines_in_numpy():
         column = 0
         for other in range(3):
             for point in in_subspace(prototypes, other, subspace):
-                share = 1 if other == subspace else 0.1
+                share = 1 if other == subspace else 0.1 / 2  # three subspaces
                 expected[:, column] += share * (features @ point) / np.linalg.norm(point)
                 column += 1
     logits = ease.logits(images)

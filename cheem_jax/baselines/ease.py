@@ -36,7 +36,8 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.session import Session
 
 OTHERS = 0.1
-"""Weight of the cosines in the subspaces of other tasks (alpha in the paper)."""
+"""Weight of the mean cosine in the subspaces of other tasks (alpha in the paper, whose code divides
+it by the number of these subspaces)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +134,13 @@ def classifiers(
     """Return for each subspace the weight of all classes; `prototypes` are those of each task.
 
     The weight of a class is its prototype, scaled to unit length in the class's own subspace and to
-    length `OTHERS` in other subspaces.
+    length `OTHERS`, divided by the number of other subspaces, in each of them.
     """
+    share = OTHERS / max(len(prototypes) - 1, 1)
     return [
         np.concatenate(
             [
-                (1 if task == subspace else OTHERS)
+                (1 if task == subspace else share)
                 * normalise(in_subspace(prototypes, task, subspace))
                 for task in range(len(prototypes))
             ]
