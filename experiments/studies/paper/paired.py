@@ -108,7 +108,10 @@ def rank_correlation(x: Float[np.ndarray, "S T"], y: Float[np.ndarray, "S T"]) -
     orders = rng.permuted(np.tile(np.arange(num_tasks), (RESAMPLES, 1)), axis=1)
     permuted = _spearman(x, y[np.arange(num_seeds)[:, None], orders[:, None, :]]).mean(axis=-1)
     as_large = np.count_nonzero(np.abs(permuted) >= abs(per_seed.mean()) - ROUNDING)
-    return _estimate(per_seed, resampled)._replace(p=(1 + as_large) / (RESAMPLES + 1))
+    estimate = _estimate(per_seed, resampled)
+    # Student's interval does not know the bounds of a coefficient
+    low, high = np.clip([estimate.low, estimate.high], -1, 1).tolist()
+    return estimate._replace(low=low, high=high, p=(1 + as_large) / (RESAMPLES + 1))
 
 
 def _shares(rng: np.random.Generator, num: int, resamples: int) -> Float[np.ndarray, "R N"]:

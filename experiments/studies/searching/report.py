@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from charts import ACCURACY, COST, frame, write_page
 from matplotlib.figure import Figure
+from scipy.stats import t
 
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
 from studies.searching.units import LORA, Entry
 
 Numbers = Mapping[str, Any]
-RESAMPLES = 2000
 NAME = "search_study"
 FIRST = "first"
 """Position of a task without earlier tasks."""
@@ -67,12 +67,12 @@ def best_lora(rows: Sequence[Numbers]) -> str | None:
 def gain(rows: Sequence[Numbers], recipe: str, other: str) -> dict[str, Any] | None:
     """Compute the gain of a recipe over another, each task at its best rate, as a fraction.
 
-    The value is the mean over tasks of the means over common seeds, with its 95 % interval
-    (bootstrap over tasks and seeds). LoRA-CL has results as the first task only, which hold for
-    every position.
+    The value is the mean over tasks; that of a task is the mean over its positions and common
+    seeds. The 95 % interval is Student's over the tasks, None for a single task. LoRA-CL has
+    results as the first task only, which hold for every position.
     """
     first = {row["task"]: row["recipes"] for row in rows if row["position"] == FIRST}
-    gains = []
+    gains: dict[str, list[float]] = {}
     for row in rows:
         ours = row["recipes"].get(recipe)
         theirs = row["recipes"].get(other)
@@ -81,18 +81,18 @@ def gain(rows: Sequence[Numbers], recipe: str, other: str) -> dict[str, Any] | N
         if ours is None or theirs is None:
             continue
         ours, theirs = (side["test"][side["best_rate"]] for side in (ours, theirs))
-        if seeds := sorted(ours.keys() & theirs.keys()):
-            gains.append(np.array([ours[seed] - theirs[seed] for seed in seeds]))
+        if seeds := ours.keys() & theirs.keys():
+            mean = float(np.mean([ours[seed] - theirs[seed] for seed in sorted(seeds)]))
+            gains.setdefault(row["task"], []).append(mean)
     if not gains:
         return None
-    rng = np.random.default_rng(0)
-    resampled = [
-        np.mean([rng.choice(gains[i], len(gains[i])).mean() for i in tasks])
-        for tasks in rng.integers(0, len(gains), (RESAMPLES, len(gains)))
-    ]
-    low, high = np.quantile(resampled, (0.025, 0.975))
-    value = float(np.mean([one.mean() for one in gains]))
-    return {"value": value, "low": float(low), "high": float(high), "num": len(gains)}
+    by_task = np.array([np.mean(values) for values in gains.values()])
+    value = float(by_task.mean())
+    numbers: dict[str, Any] = {"value": value, "low": None, "high": None, "num": len(by_task)}
+    if len(by_task) > 1:
+        half = t.ppf(0.975, len(by_task) - 1) * by_task.std(ddof=1) / np.sqrt(len(by_task))
+        numbers |= {"low": value - float(half), "high": value + float(half)}
+    return numbers
 
 
 def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
@@ -200,9 +200,7 @@ def gain_grid(gains: Sequence[Numbers]) -> Grid:
         (
             one["recipe"],
             one["over"],
-            "{:.1f} ({:.1f} to {:.1f})".format(
-                *(100 * one[name] for name in ("value", "low", "high"))
-            ).replace("-", "−"),
+            _points(one),
             str(one["num"]),
         )
         for one in gains
@@ -251,6 +249,12 @@ def draw(study: Numbers, file: Path) -> None:
             axes.annotate(name, (x, y), (4, 4), textcoords="offset points", size=7, color=INK)
         frame(axes, label, "test accuracy, %", grid=True)
     save(figure, file)
+
+
+def _points(one: Numbers) -> str:
+    values = [100 * one[name] for name in ("value", "low", "high") if one[name] is not None]
+    text = "{:.1f} ({:.1f} to {:.1f})" if len(values) > 1 else "{:.1f}"
+    return text.format(*values).replace("-", "−")
 
 
 def _mean(tests: Mapping[str, float] | None) -> str:
