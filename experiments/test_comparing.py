@@ -234,7 +234,7 @@ def test_an_interrupted_comparison_resumes_and_finished_runs_do_not_change(
     compare.main(settings)
     output = capsys.readouterr().out
     assert (
-        "seed-0 contains all 2 tasks already" in "".join(output.split("\n"))
+        "seed-0 already contains all 2 tasks" in "".join(output.split("\n"))
         and "frozen, linear heads" in output
     )
     assert read(settings.run_dir / "diki" / "seed-0") == before
