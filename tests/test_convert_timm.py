@@ -100,7 +100,9 @@ def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_r
     )
     assert after.base_means.keys() == before.base_means.keys() | expected.keys()
     for key, value in expected.items():
-        np.testing.assert_allclose(after.base_means[key], value, rtol=1e-5, atol=1e-4)
+        # relative to the largest mean, because sums of large terms can cancel
+        atol = 1e-5 * np.abs(value).max()
+        np.testing.assert_allclose(after.base_means[key], value, rtol=1e-5, atol=atol)
 
 
 def test_cheem_convert_writes_the_same_file_as_the_script(tmp_path, nano_file, monkeypatch, capsys):

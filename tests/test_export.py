@@ -263,7 +263,7 @@ def test_a_state_dict_for_timm_contains_the_merged_expert_and_exact_zeros_where_
     subject = example.subject()
     file = tmp_path / "chained.safetensors"
     file.write_text("an older one")
-    with pytest.raises(ValueError, match="exists already; choose another file, or add --overwrite"):
+    with pytest.raises(ValueError, match="exists; choose another file, or add --overwrite"):
         export(subject, file, "timm", task="chained")
     done = export(subject, file, "timm", task="chained", overwrite=True)
     assert done.largest_difference < 1e-4 and done.seconds_per_image is None

@@ -225,7 +225,7 @@ def test_an_interrupted_study_resumes_with_identical_units(finished, tmp_path, m
     monkeypatch.setattr(Learner, "fit", counting)
     monkeypatch.setattr(Units, "__init__", watched)
     for _ in stops:
-        with pytest.raises(Stopped, match="is kept"):
+        with pytest.raises(Stopped, match="is saved"):
             learn(tmp_path, "ln2")
     learn(tmp_path, "ln2")
     assert units_of(tmp_path) == units_of(finished[0]) and steps[0] == 36

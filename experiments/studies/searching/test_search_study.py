@@ -124,7 +124,7 @@ def test_an_interrupted_study_resumes_with_identical_numbers(finished, tmp_path,
 
     monkeypatch.setattr(Counted, "phase", stopping)
     for _ in range(3):
-        with pytest.raises(Stopped, match="is kept"):
+        with pytest.raises(Stopped, match="is saved"):
             study(tmp_path)
     study(tmp_path)
     events = ("learned", "reuse")
