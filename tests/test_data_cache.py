@@ -225,7 +225,7 @@ def start(folder, root, seconds):
 
 
 def stop(folder, root, number):
-    """Send a signal to a process that has begun to write."""
+    """Send a signal to a process that is writing."""
     process = start(folder, root, 60)
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     process.send_signal(number)

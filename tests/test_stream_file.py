@@ -110,7 +110,10 @@ def test_the_seed_of_the_file_overrides_the_argument(two):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "there is no task; write .*task.* path, manifest, tfds, hub, benchmark"),
+        (
+            "",
+            "no ..task..; write one or more, each followed by one of path, manifest, tfds, hub",
+        ),
         ("[[task]\n", r"not readable as TOML: .*line 1"),
         ('name = "x"\n[[task]]\npath = "a"\npath = "b"\n', "not readable as TOML: .*line 4"),
         ("x = " + "[" * 5000, "not readable as TOML"),

@@ -274,7 +274,7 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         errors, tables = [*errors, "`task` must be a list of tables; write [[task]]"], []
     elif not tables:
-        errors.append("there is no task; write [[task]], followed by one of " + ", ".join(KINDS))
+        errors.append("no [[task]]; write one or more, each followed by one of " + ", ".join(KINDS))
     names = []
     for number, table in enumerate(tables, start=1):
         wrong = _wrong_keys(table, ("name", "root", *KINDS))

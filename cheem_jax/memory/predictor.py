@@ -96,7 +96,7 @@ class ArrayPredictions(NamedTuple):
 class Predictor:
     """Predictor for a set of targets: tasks, and possibly the pretraining data.
 
-    One function is compiled per batch size. Raises ValueError if there is no target, or if
+    One function is compiled per batch size. Raises ValueError without targets, and if
     `open_set` is set and a target is not calibrated.
 
     Args:

@@ -39,7 +39,7 @@ def only_true_checkpoints(directory: Path, expected: dict) -> bool:
 def strike(
     child, phases: Path, number: int, *, after: int = 1, seconds: float = 0.0, phase: str = ""
 ) -> int:
-    """Send a signal some seconds after the child's `after`-th phase, or `phase`, has begun.
+    """Send a signal some seconds after the start of the child's `after`-th phase, or of `phase`.
 
     Returns the exit status of the child.
     """

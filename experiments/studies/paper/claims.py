@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     """Unit of the estimate. With `points`, estimates are fractions and shown in %; with any other
     unit, estimates are shown unscaled."""
     missing: str = ""
-    """Reason why there is no estimate."""
+    """Reason for the missing estimate."""
 
 
 def verdict(estimate: Estimate, agree: Range) -> str:

@@ -261,7 +261,7 @@ def test_runs_with_different_settings_do_not_share_a_cell(tmp_path):
 
 def test_unfinished_and_corrupted_runs_are_listed_separately(tmp_path, capsys):
     write_run(tmp_path / "runs/good")
-    (write_run(tmp_path / "runs/begun", "lora_cl") / "results.json").unlink()
+    (write_run(tmp_path / "runs/started", "lora_cl") / "results.json").unlink()
     (write_run(tmp_path / "runs/broken", "l2p") / "results.json").write_text("{")
     (write_run(tmp_path / "runs/empty", "tuna") / "results.json").write_text(
         '{"stream": "demo", "tasks": []}'
@@ -272,7 +272,7 @@ def test_unfinished_and_corrupted_runs_are_listed_separately(tmp_path, capsys):
         tasks=[{"name": "shapes", "num_test": 50, "flops_method": 1, "seconds": {}}],
     )
     page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
-    assert "begun: unfinished: no results yet" in page
+    assert "started: unfinished: no results yet" in page
     assert "broken: corrupted" in page and "empty: corrupted" in page
     assert "short: unfinished: 1 of 2 tasks are missing" in page
     assert "L2P" not in page.split("demo, vit_micro")[1].split("##")[0]
