@@ -8,6 +8,7 @@ import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import search_study
 import small
@@ -16,7 +17,7 @@ from rich.console import Console
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.data.task import Stream
-from cheem_jax.report.table import METHODS
+from cheem_jax.report.table import METHODS, format_flops
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from studies.searching import units
@@ -27,6 +28,8 @@ DOCS = Path(__file__).parents[3] / "docs"
 STREAM = small.stream(2)
 RECIPES = ["quick", "backward-1", "anchor", "lora-8"]
 PLAN = search_study.Plan(RECIPES, [1e-2, 3e-3], [0], ["task0"])
+SCORES = ("shared_head", "closed_form")
+"""Scores of the earlier study, whose tables the page contains."""
 WORKSHOP = {}
 """Compiled networks of the backbone, which all tests share."""
 
@@ -219,6 +222,46 @@ def test_costs_are_those_of_tasks_that_all_recipes_learned():
     ]
     numbers = costs(entries)
     assert numbers["quick"]["num"] == 1 and numbers["plus"]["passes"] == 20
+
+
+@pytest.mark.parametrize("record", ["at_96", "at_224"])
+def test_the_tables_of_the_two_searches_on_the_page_are_those_of_the_committed_numbers(record):
+    page = (DOCS / "search.md").read_text()
+    numbers = json.loads((DOCS / f"results/search/{record}.json").read_text())
+
+    def interval(one, decimals, factor=1.0):
+        values = [f"{factor * one[name]:.{decimals}f}" for name in ("value", "low", "high")]
+        return "{} ({} to {})".format(*values).replace("-", "−")
+
+    lines = [
+        (row["task"], row["position"], *(interval(row[name], 2) for name in SCORES))
+        for row in numbers["ranking"]
+    ]
+    columns = dict.fromkeys(
+        (name, rate)
+        for row in numbers["found"]
+        for name, side in row["recipes"].items()
+        for rate in side["test"]
+    )
+    for row in numbers["found"]:
+        tests = [row["recipes"][name]["test"].get(rate) for name, rate in columns]
+        tests.append(row["reuse"]["test"][row["reuse"]["best_rate"]])
+        seeds = min(len(test) for test in tests[:-1] if test)
+        cells = [
+            "–" if test is None else f"{100 * np.mean([*test.values()]):.1f}" for test in tests
+        ]
+        lines.append((row["task"], row["position"], *cells, str(seeds)))
+    for one in numbers["gains"]:
+        rate = one["rate"] or "each at its best"
+        lines.append((one["recipe"], rate, interval(one, 1, 100), str(one["num"])))
+    phases = dict.fromkeys(phase for one in numbers["costs"].values() for phase in one["seconds"])
+    for name, one in numbers["costs"].items():
+        seconds = [one["seconds"].get(phase, 0.0) for phase in phases]
+        cells = [f"{value:,.1f}" for value in (*seconds, sum(seconds))]
+        cells += [format_flops(one["flops"]), f"{one['params_added']:,.0f}"]
+        lines.append((name, f"{one['passes']:,.0f}", *cells))
+    missing = [line for line in lines if f"| {' | '.join(line)} |" not in page]
+    assert len(lines) > 5 and not missing
 
 
 def test_the_stream_on_the_page_is_that_of_the_committed_numbers():
