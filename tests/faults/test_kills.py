@@ -119,7 +119,7 @@ def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(
             break
         kills.add(phase_of(phases))
     kills.end(tally, nursery.start("small_run", **run))
-    assert kills.found
+    assert kills.kills
 
 
 def stop_and_resume(
