@@ -88,7 +88,10 @@ def test_steps_are_traced_on_shapes(executor):
     )
     assert counts["kernels"] > 100 and 0 < counts["gigabytes"] < 1 and counts["conditionals"] == 0
     if executor == "scan":
-        assert counts["programs"] == {"take": 1 / 8, "train_of": 1 / 8} and counts["loops"] == 1 / 8
+        assert (
+            counts["programs"] == {"take": 1 / 8, "trace_training": 1 / 8}
+            and counts["loops"] == 1 / 8
+        )
         assert counts["dispatches"] == counts["copies"] == 2 / 8
     else:
         assert {"take", "loss_and_gradients", "linearise", "update"} <= counts["programs"].keys()
