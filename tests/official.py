@@ -256,11 +256,10 @@ def expect(
 ) -> tuple[Archive, ...]:
     """Make the table expect the archives of a data set in a folder, to download from `url`."""
     archives = tuple(
-        Archive(
-            archive.file,
-            hashlib.sha256((place / archive.file).read_bytes()).hexdigest(),
-            (place / archive.file).stat().st_size,
-            url and f"{url}/{archive.file}",
+        archive._replace(
+            hash=hashlib.sha256((place / archive.file).read_bytes()).hexdigest(),
+            num_bytes=(place / archive.file).stat().st_size,
+            url=url and f"{url}/{archive.file}",
         )
         if (place / archive.file).exists()
         else archive._replace(url=None)

@@ -130,6 +130,26 @@ def test_missing_images_are_reported_with_the_next_step(tmp_path, protocol):
     assert cache_dir_of(protocol, tmp_path) == tmp_path / "cheem_jax" / "images"
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("cub200", "cub.zip"),
+        ("cub200", "cub"),
+        ("imagenet_r", "imagenet-r.zip"),
+        ("imagenet_a", "imagenet-a"),
+        ("vtab50", "vtab"),
+        ("omnibenchmark", "omnibenchmark"),
+    ],
+)
+def test_copies_and_folders_that_the_reader_accepts_are_listed(tmp_path, name, file):
+    assert status_of(BY_NAME[name], tmp_path).state == "missing"
+    copy = manual_dir(tmp_path) / file
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(b"zip") if copy.suffix else copy.mkdir()
+    status = status_of(BY_NAME[name], tmp_path)
+    assert status.state == "archives" and status.advice.startswith(f"`cheem data prepare {name} ")
+
+
 def test_a_misspelled_protocol_is_suggested():
     with pytest.raises(FileNotFoundError, match="did you mean .*cub200_b0_inc20"):
         plan_source("cub_b0_inc20")

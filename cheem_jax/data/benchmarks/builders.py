@@ -204,7 +204,7 @@ def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
 def read_cub200(place: Path) -> Reading:
     """Read CUB-200-2011 with its official train and test splits, or PILOT's copy with those of its
     folders. Keys are `<class folder>/<file>`."""
-    [path] = locate(place, ("CUB_200_2011.tgz", "CUB_200_2011", "cub.zip", "cub"))
+    [path] = locate(place, BY_NAME["cub200"].archives[0].names)
     if not path.name.startswith("CUB_200_2011"):
         return _read_train_and_test(path)
     names = ("classes.txt", "images.txt", "train_test_split.txt")
@@ -229,7 +229,7 @@ def read_imagenet_variant(place: Path, *, name: str) -> Reading:
     Of the official archive, ceil(n / 5) images, in proportion to the sizes of the classes, become
     the test split.
     """
-    [path] = locate(place, (f"{name}.tar", name, f"{name}.zip"))
+    [path] = locate(place, BY_NAME[name.replace("-", "_")].archives[0].names)
     key_of = below(name, 2, ".jpg")
     keys = sorted(key for member, _ in members(path) if (key := key_of(member)))
     if not keys:

@@ -52,10 +52,12 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Preparation:
             "ready", "", sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
         )
     place = manual_dir(data_dir)
-    absent = [archive for archive in task.archives if not (place / archive.file).exists()]
-    size = sum(
-        (place / archive.file).stat().st_size for archive in task.archives if archive not in absent
-    )
+    existing = {
+        archive: [place / name for name in archive.names if (place / name).exists()]
+        for archive in task.archives
+    }
+    absent = [archive for archive, paths in existing.items() if not paths]
+    size = sum(path.stat().st_size for paths in existing.values() for path in paths[:1])
     command = f"`cheem data prepare {task.name} --data-dir {shlex.quote(str(data_dir))}`"
     if task.archives and not absent:
         return Preparation("archives", command, size)

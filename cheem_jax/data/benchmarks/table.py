@@ -31,6 +31,13 @@ class Archive(NamedTuple):
     num_bytes: int = 0
     """Size in bytes; 0 if it is not published."""
     url: str | None = None
+    others: tuple[str, ...] = ()
+    """Names of folders and copies that are read in place of the archive."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names under which the archive is accepted."""
+        return (self.file, *self.others)
 
 
 Rule = Literal["official", "val", "test and val", "decathlon"]
@@ -84,7 +91,10 @@ def _task(table: dict[str, Any]) -> BenchmarkTask:
     fields: dict[str, Any] = {
         key: tuple(v) if isinstance(v, list) else v for key, v in table.items()
     }
-    archives = tuple(Archive(**archive) for archive in table.get("archives", ()))
+    archives = tuple(
+        Archive(**archive | {"others": tuple(archive.get("others", ()))})
+        for archive in table.get("archives", ())
+    )
     counts = Counts(*table["counts"]) if "counts" in table else None
     return BenchmarkTask(**fields | {"counts": counts, "archives": archives})
 
