@@ -57,7 +57,9 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Preparation:
         for archive in task.archives
     }
     absent = [archive for archive, paths in existing.items() if not paths]
-    size = sum(path.stat().st_size for paths in existing.values() for path in paths[:1])
+    size = sum(
+        path.stat().st_size for paths in existing.values() for path in paths[:1] if path.is_file()
+    )
     command = f"`cheem data prepare {task.name} --data-dir {shlex.quote(str(data_dir))}`"
     if task.archives and not absent:
         return Preparation("archives", command, size)
