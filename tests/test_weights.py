@@ -374,12 +374,15 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("deit_tinny", "deit_tiny"), ("vit_micr", "vit_micro"), ("resnet50", "")]
+    ("name", "hint"),
+    [
+        ("deit_tinny", "most similar: .*deit_tiny"),
+        ("vit_micr", "most similar: .*vit_micro"),
+        ("resnet50", "expected one of .*deit_tiny.*vit_nano"),
+    ],
 )
-def test_unknown_names_are_answered_with_the_nearest(name, near):
-    with pytest.raises(
-        ValueError, match=f"unknown backbone '{name}'; most similar: .*{near}.*or a timm name"
-    ):
+def test_unknown_names_are_answered_with_the_nearest_or_with_all(name, hint):
+    with pytest.raises(ValueError, match=f"unknown backbone '{name}'; {hint}.*or a timm name"):
         load_pretrained(name)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from cheem_jax.core.settings import Activation, Precision
@@ -245,9 +245,17 @@ def find_config(name: str) -> ViTConfig:
     """Return the config of a named backbone. Raises ValueError with the most similar names if it is
     unknown."""
     if name not in CONFIGS:
-        near = difflib.get_close_matches(name, CONFIGS, n=3) or sorted(CONFIGS)
-        raise ValueError(f"unknown backbone {name!r}; most similar: {', '.join(near)}")
+        raise ValueError(f"unknown backbone {name!r}; {closest(name, CONFIGS)}")
     return CONFIGS[name]
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return the part of an error message that lists up to three known names similar to an unknown
+    one, or all known names if none is similar."""
+    names = list(names)
+    if near := difflib.get_close_matches(name, names, n=3):
+        return f"most similar: {', '.join(near)}"
+    return f"expected one of {', '.join(sorted(names))}"
 
 
 def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:

@@ -7,7 +7,6 @@ the format, the config, the source and its hash.
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -18,7 +17,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
+from cheem_jax.backbone.config import (
+    BUNDLED,
+    CONFIGS,
+    ViTConfig,
+    at_image_size,
+    check_fields,
+    closest,
+)
 from cheem_jax.backbone.params import check_params, float32
 from cheem_jax.backbone.timm_names import (
     SUPPORTED,
@@ -122,9 +128,8 @@ def named_config(backbone: str) -> ViTConfig | None:
         if _OTHERS.search(backbone):
             raise ValueError(f"{backbone!r} is not a plain ViT; supported: {SUPPORTED}")
         return None
-    near = difflib.get_close_matches(backbone, CONFIGS, n=3, cutoff=0.5) or sorted(CONFIGS)
     raise ValueError(
-        f"unknown backbone {backbone!r}; most similar: {', '.join(near)}; "
+        f"unknown backbone {backbone!r}; {closest(backbone, CONFIGS)}; "
         f"or a timm name such as 'vit_small_patch16_224.dino'; supported: {SUPPORTED}"
     )
 

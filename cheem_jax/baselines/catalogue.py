@@ -1,11 +1,11 @@
 """All methods by name: their settings, presets and learners."""
 
 import dataclasses
-import difflib
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from cheem_jax.backbone.config import closest
 from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig
 from cheem_jax.baselines.diki import Diki, DikiConfig
 from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
@@ -106,8 +106,7 @@ def check_name(method: str) -> MethodName:
     Raises ValueError with the most similar names for an unknown method.
     """
     if method not in NAMES:
-        near = difflib.get_close_matches(method, NAMES, n=3) or NAMES
-        raise ValueError(f"unknown method {method!r}; most similar: {', '.join(near)}")
+        raise ValueError(f"unknown method {method!r}; {closest(method, NAMES)}")
     return cast(MethodName, method)
 
 
