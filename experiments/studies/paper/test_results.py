@@ -2,6 +2,7 @@
 their intervals."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +58,40 @@ def test_tasks_have_equal_weights_and_an_interval_of_resampled_tasks():
     ours = [[correct(10) if task % 2 else correct(0, 10) for task in range(100)]]
     over_tasks = accuracy_difference(ours, [[correct(0, 10)] * 100]).over_tasks
     np.testing.assert_allclose(over_tasks, 0.5 + 1.96 * 0.05 * np.array([-1, 1]), atol=0.011)
+
+
+def test_published_intervals_are_those_of_formulas_on_the_collected_bits():
+    folder = Path(__file__).parents[3] / "docs/results"
+    page = (folder.parent / "results.md").read_text()
+
+    def correct_of(method: str, seed: int) -> list[np.ndarray]:
+        with np.load(folder / f"runs/{method}/seed-{seed}/right.npz") as stored:
+            ends = np.cumsum(stored["num_images"])
+            bits = np.unpackbits(stored["right"])[: ends[-1]]
+        return np.split(bits.astype(float), ends[:-1])
+
+    def row(compared: str) -> list[float]:
+        [line] = [line for line in page.splitlines() if f"| {compared} |" in line]
+        return [float(n) for n in re.findall(r"[+-]?\d+\.\d", line.replace("−", "-"))]
+
+    def leads(method: str, seed: int) -> list[np.ndarray]:
+        pairs = zip(correct_of(method, seed), correct_of("lora_cl", seed), strict=True)
+        return [ours - theirs for ours, theirs in pairs]
+
+    # one seed: the variance of a mean over tasks of means over images
+    lead = leads("cheem", 0)
+    mean = np.mean([task.mean() for task in lead])
+    error = np.sqrt(sum(task.var() / len(task) for task in lead)) / len(lead)
+    wanted = 100 * (mean + error * np.array([0, -1.96, 1.96]))
+    np.testing.assert_allclose(row("CHEEM − LoRA-CL")[:3], wanted, atol=0.11)
+
+    # three seeds: Student's t with two degrees of freedom is wider than the spread of the images
+    means = [
+        np.mean([task.mean() for task in leads("cheem-closed_form", seed)]) for seed in range(3)
+    ]
+    error = np.std(means, ddof=1) / np.sqrt(3)
+    wanted = 100 * (np.mean(means) + error * np.array([0, -4.303, 4.303]))
+    np.testing.assert_allclose(row("CHEEM, closed-form score − LoRA-CL")[:3], wanted, atol=0.06)
 
 
 def test_seeds_are_resampled():
