@@ -16,6 +16,7 @@ WORKERS ?= 2
 QUICK_COMPILING := --xla_backend_optimization_level=0
 BENCH_ARGS ?=
 GPU_ARGS ?=
+MUTANTS_ARGS ?=
 BENCH_PYTHON ?= python3
 RUN_DIR ?= runs/demo
 
@@ -27,7 +28,7 @@ VENV_DOCS := .venv-docs
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-all test-slow faults scale test-convert test-browser test-prepare test-312 docs bench gpu count-gpu lint format clean
+.PHONY: help demo test test-all test-slow faults mutants scale test-convert test-browser test-prepare test-312 docs bench gpu count-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +47,9 @@ test-slow: $(VENV)/.test ## the tests that take minutes or install packages
 
 faults: $(VENV)/.test ## kills, full disks, corrupted files and hostile input by the thousand, counted; about an hour
 	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/faults $(PYTEST_ARGS)
+
+mutants: $(VENV)/.test ## small changes of the core that `make test` should notice, counted: make mutants MUTANTS_ARGS="--only core"
+	@XLA_FLAGS="$(QUICK_COMPILING) $${XLA_FLAGS:-}" $(VENV)/bin/python tests/mutation.py $(MUTANTS_ARGS)
 
 scale: $(VENV)/.test ## several devices, several processes, jobs and a thousand tasks, in full; about half an hour
 	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_layout.py tests/test_hosts.py experiments/test_launching.py tests/test_many_tasks.py $(PYTEST_ARGS)
