@@ -1,9 +1,9 @@
 """Augment training images by a crop, a flip and two random operations, as in RandAugment (Cubuk et
 al., 2020).
 
-Pillow computes the images, so the bits depend neither on the device nor on JAX. An augmented image
-depends only on seed, epoch and row, so a resumed run uses the same images, on any number of
-devices.
+Pillow computes the augmented images, so their pixels depend neither on the device nor on JAX. An
+augmented image depends only on the seed, the epoch and its row in the training images, so a resumed
+run uses the same images, on any number of devices.
 """
 
 import functools
@@ -90,13 +90,13 @@ class AugmentedImages(HostImages):
 def augmented(
     images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: int
 ) -> UInt8[np.ndarray, "B S S 3"]:
-    """Augment images, each with a random generator that is seeded with `place` and the row of the
-    image."""
+    """Augment images. The random generator of each image is seeded with `place` (seed and epoch)
+    and the row of the image."""
     rngs = (np.random.default_rng([*place, row]) for row in rows.tolist())
     return np.stack(list(_threads().map(augment, images, rngs)))
 
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    # Pillow releases the interpreter's lock
+    # threads run in parallel, because Pillow releases the interpreter's lock
     return ThreadPoolExecutor(thread_name_prefix="augment")

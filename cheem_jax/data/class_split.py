@@ -1,7 +1,7 @@
 """Divide the classes of one data set into tasks, as benchmarks of class-incremental learning do.
 
 The protocol "B0 Inc10" has tasks of 10 classes; "B50 Inc10" has 50 classes in the first task and 10
-in each further one. Splits into train, validation and test do not depend on the division.
+in each further one. An image keeps its split (train, validation or test).
 """
 
 import collections
@@ -51,9 +51,9 @@ def split_by_class(plan: Plan, split: ClassSplit) -> list[Plan]:
 def order_classes(plan: Plan, order: int | tuple[str, ...] | None) -> Int[np.ndarray, "C"]:
     """Return the labels of a plan's C classes in learning order.
 
-    The order of a seed is that of PILOT and other libraries for class-incremental learning:
-    `np.random.seed(seed); np.random.permutation(C)`. Raises ValueError if names are unknown,
-    missing or repeated.
+    If `order` is a seed, the order is that of PILOT and other libraries for class-incremental
+    learning: `np.random.seed(seed); np.random.permutation(C)`. Raises ValueError if names are
+    unknown, missing or repeated.
     """
     if order is None:
         return np.arange(len(plan.classes))
@@ -76,7 +76,8 @@ def order_classes(plan: Plan, order: int | tuple[str, ...] | None) -> Int[np.nda
 
 
 def _select(part: EncodedSplit, chosen: Int[np.ndarray, "K"], num_classes: int) -> EncodedSplit:
-    """Return the images of the chosen labels, with their positions in `chosen` as new labels."""
+    """Return the images whose labels are in `chosen`. The new label of an image is the position of
+    its old label in `chosen`."""
     new_labels = np.full(num_classes, -1, np.int32)
     new_labels[chosen] = np.arange(len(chosen))
     labels = new_labels[part.labels]

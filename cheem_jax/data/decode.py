@@ -34,7 +34,7 @@ DECODER_VERSION = 1
 """Version of the decoder. It must be increased if a change affects pixels; older decoded copies are
 then ignored."""
 PIECE = 256
-"""Number of images between two reports of progress (38 MB at 224 pixels)."""
+"""Number of images that are decoded between two progress reports (38 MB of pixels at 224 x 224)."""
 
 OnProgress = Callable[[int], object]
 """Function that is called with the number of images (or bytes) finished since the last call."""
@@ -47,11 +47,11 @@ def decode_image(
     """Decode a file's bytes or an open image to RGB, and resize it to a square with Pillow's
     bicubic filter, without keeping the aspect ratio.
 
-    Palettes are looked up, grey is repeated, 16-bit grey is scaled by 255/65535, alpha is dropped
-    (no background is assumed), and only the first frame of an animation is used. With `upright`,
-    the image is rotated by its EXIF orientation; the paper's loaders do not rotate. (Pillow always
-    rotates TIFF, HEIC and AVIF.) Raises ValueError with the file's name if it is broken, truncated,
-    huge or not an image.
+    Palette indices become colours, grey is copied to all three channels, 16-bit grey is scaled by
+    255/65535, alpha is dropped (no background is assumed), and only the first frame of an animation
+    is used. With `upright`, the image is rotated by its EXIF orientation; the CHEEM paper's loaders
+    do not rotate. (Pillow always rotates TIFF, HEIC and AVIF.) Raises ValueError with `name` if the
+    file is broken, truncated, huge or not an image.
     """
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
@@ -62,8 +62,8 @@ def decode_image(
 
 @contextlib.contextmanager
 def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
-    """Open an image file. Errors during use, and decompression bombs, raise ValueError with `name`
-    in the message."""
+    """Open an image file as a context. Errors inside the context, and decompression bombs, raise
+    ValueError with `name` in the message."""
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(data, Image.Image):
@@ -127,8 +127,8 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError(f"grey values {values.min()}..{values.max()} outside the 16-bit range")
-        # Pillow's conversion clips at 255 instead of scaling. 257 is odd, so no value needs to be
-        # rounded half up.
+        # Pillow's conversion clips at 255 instead of scaling. Adding 128 rounds to the nearest
+        # integer; there are no ties, because 257 is odd.
         image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
         # Converting a palette with transparency directly to RGB prints a warning.

@@ -116,7 +116,7 @@ OUTLINES: dict[str, np.ndarray] = {
         [(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]
     ),
 }
-"""Corner points around the origin with a distance of at most 1."""
+"""Corner points of each shape, at a distance of at most 1 from the origin."""
 
 SHAPES = tuple(OUTLINES)
 
@@ -394,7 +394,8 @@ def _generated(name: str, sizes: dict[str, int], image_size: int, seed: int) -> 
 def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) -> Task:
     """Split scikit-learn's 1,797 handwritten digits, which are white on black.
 
-    The test split is sampled first and from all images, so it does not depend on the other sizes.
+    The test split is sampled first and from all images, so it does not depend on the sizes of the
+    other splits.
     """
     # imported here, because importing scikit-learn takes a second
     from sklearn.datasets import load_digits
@@ -425,5 +426,6 @@ def _enlarge(rows: np.ndarray, image_size: int) -> np.ndarray:
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
-    """Seed a generator by purpose, so that a new family does not change the images of others."""
+    """Make a generator from the seed and the purpose, so that adding a task does not change the
+    images of the others."""
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])

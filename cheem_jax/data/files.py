@@ -25,7 +25,7 @@ HEIF_SUFFIXES = frozenset((".heic", ".heif"))
 COMPANIONS = frozenset(
     ".txt .json .csv .tsv .xml .md .html .pdf .db .ini .yaml .yml .toml .bak .tmp".split()
 )
-"""Suffixes of other common files, whose content is not inspected."""
+"""Suffixes of common files that are not images. Their content is not inspected."""
 MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]",
     re.DOTALL,
@@ -37,10 +37,11 @@ GET_HEIF = "pip install 'cheem_jax[heic]'"
 ARCHIVES = frozenset(".tar .gz .tgz .bz2 .xz .zst .7z .rar".split())
 MAX_NOTES = 10
 HEAD_BYTES = 16
-MAX_DEPTH = 6  # maximum depth of folders, so that links to parent folders end
+MAX_DEPTH = 6  # maximum depth of folders, which ends cycles of links to parent folders
 MAX_FILE_BYTES = 256 * 2**20
 MAX_FILES = 5_000_000  # limit per folder or archive; ImageNet has 1.4 million
-# a zip that unpacks to more than both limits is refused: images are already compressed
+# A zip that unpacks to more than SMALL_BYTES and to more than MAX_RATIO times its size is refused.
+# Zips of images stay below the ratio, because images are already compressed.
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
 
@@ -57,7 +58,8 @@ class Encoded(abc.ABC):
         return len(self.keys)
 
     def key(self, row: int) -> str:
-        """Return the name of a file. It is unique in its task and identical on every machine."""
+        """Return the key of a file: a name that is unique in its task and identical on every
+        machine."""
         return self.keys[row]
 
     @abc.abstractmethod
@@ -130,8 +132,8 @@ class ZipFiles(Encoded):
         try:
             size = _opened(self.path, self.stamp).getinfo(self.root + self.keys[row]).file_size
             with self.open(row) as stream:
-                # Read at most the size in the zip's directory, because the packed bytes could
-                # unpack to more.
+                # Limit the size of the result by the size in the zip's directory, because the
+                # packed bytes could unpack to more.
                 return stream.read(size + 1)
         except Exception as error:  # zipfile and zlib raise exceptions of many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
@@ -183,8 +185,8 @@ def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
 
 
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
-    """Return the files `names` below `root` ("" or "folder/") of a folder or zip; `list_files` must
-    have checked it."""
+    """Return the files `names` below `root` ("" or "folder/") of a folder or zip that `list_files`
+    has checked."""
     return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
 
 
@@ -237,8 +239,8 @@ class Listing(NamedTuple):
     """Names of all visible files, sorted."""
     images: list[str]
     ignored: collections.Counter[tuple[str, str]]
-    """Numbers of other files, keyed by folder and kind; the folder is "" for companions and for
-    files without a folder."""
+    """Numbers of files that are not images, keyed by folder and kind. The folder is "" for files in
+    `COMPANIONS` and for files without a folder."""
     hidden: collections.Counter[str]
     """Numbers of skipped hidden and system folders, keyed by name."""
 
@@ -297,7 +299,8 @@ def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
 
 
 def may_be_image(file: Path) -> bool:
-    """Return whether a file is an image; formats that need an extra count as well."""
+    """Return whether a file is an image, including formats that are read only with an optional
+    package."""
     kind = kind_of(FolderFiles(file.parent, [file.name]), 0)
     return kind is None or kind.endswith(GET_HEIF)
 
@@ -325,7 +328,7 @@ def walk(
     path: Path, hidden: collections.Counter[str] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """Walk like `os.walk`, with folders relative to `path` ("" or "folder/"). Hidden folders are
-    skipped and counted."""
+    skipped and counted in `hidden`."""
 
     def fail(error: OSError) -> NoReturn:
         raise error  # do not treat an unreadable folder as empty
@@ -417,7 +420,8 @@ def _refusal(member: zipfile.ZipInfo) -> str | None:
     if member.flag_bits & 1:
         return "it is encrypted"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # zipfile unpacks other methods to any size at once, regardless of the zip's directory
+        # with other methods, zipfile does not limit the unpacked size by the size in the zip's
+        # directory
         return (
             f"it is compressed with method {member.compress_type}; zip it again, stored or deflated"
         )

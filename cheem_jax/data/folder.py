@@ -61,11 +61,11 @@ def plan_task(
 
     The classes are the sorted folders of train, or `classes` in a `meta.json` next to the splits.
     In the latter case, folders are named by class name or label number. A missing validation split
-    is cut from train: ceil(0.1 n) images, at least one of each class. If there is only train, or
-    the files are `<class>/<image>`, a test split of ceil(0.3 n) is cut first. `seed` determines
-    which images are cut. For purposes other than learning, see `Plan.of`. A folder written by
-    `save_to_disk` is also a task (`plan_hub`). Raises FileNotFoundError, or ValueError with the
-    invalid file or folder.
+    is cut from train: ceil(0.1 n) of its n images, at least one of each class. If there is only
+    train, or the files are `<class>/<image>`, a test split of ceil(0.3 n) is cut first. `seed`
+    determines which images are cut. For purposes other than learning, see `Plan.of`. A folder
+    written by `save_to_disk` is also a task (`plan_hub`). Raises FileNotFoundError, or ValueError
+    with the invalid file or folder.
     """
     if is_saved(path):
         return plan_hub(path, name=name, seed=seed, purpose=purpose)
@@ -75,8 +75,8 @@ def plan_task(
 def plan_stream(
     path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0, purpose: Purpose = "learn"
 ) -> list[Plan]:
-    """Plan the tasks of a folder: each of its zips and folders is a task. A single task becomes a
-    stream of one task.
+    """Plan the tasks of a folder: each of its zips and folders is a task. If `path` is itself a
+    task, it is the only task of the stream.
 
     `tasks` selects and orders the tasks. By default, all are used in sorted order, except folders
     without images. Raises the errors of `plan_task`. Unless `tasks` is set, raises ValueError for
@@ -124,9 +124,9 @@ def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
     splits = [split_of(entry.name) for entry in folders]
     is_test_alone = purpose == "measure" and splits and all(splits)
     if "train" in splits or is_test_alone or any(map(_has_images, folders)):
-        # The folder is a single task; each of its folders contains the images of a class.
+        # The folder is a single task; its subfolders are splits or classes.
         return {name_of(path): path}
-    # a link to a missing task must be reported as missing
+    # links to missing folders are included, so that they are reported as missing
     places = [
         entry
         for entry in entries
@@ -176,7 +176,7 @@ def _bare_classes(listing: Listing) -> frozenset[str]:
     """Return the class folders of a task without splits. For a task with splits or a meta.json,
     return an empty set."""
     folders = {tuple(name.split("/")[:-1]) for name in listing.images}
-    # train.zip usually contains the folder train
+    # the folder `train` in train.zip does not count as a split
     has_splits = {split_of(parts[-2]) for parts in folders if len(parts) > 1} - {
         None,
         split_of(name_of(listing.path)),
@@ -313,7 +313,7 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
 
 
 def _usual(files: Sequence[str]) -> int:
-    """Return the most common depth of files, in folders."""
+    """Return the most common number of folders in the file names."""
     return collections.Counter(file.count("/") for file in files).most_common(1)[0][0]
 
 
@@ -411,7 +411,7 @@ def plan_manifest(
 
     Values of `path` are relative to `root`, by default the manifest's folder. A `label` is a class
     name or a number in 0..n-1; only learning requires all of these numbers. Class names are sorted.
-    Splits that are missing in `split` are cut from train by `seed`, as for folders. Raises
+    Splits that do not occur in `split` are cut from train with `seed`, as in `plan_task`. Raises
     FileNotFoundError, or ValueError with file and lines.
     """
     if not file.is_file():
@@ -493,7 +493,7 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         ) from error
     header = io.StringIO(text, newline="").readline()
     skipped = 0
-    # Excel writes this line
+    # Excel writes a first line such as `sep=;`
     if separator := re.fullmatch("sep=([,;\t])", header.strip("\r\n"), re.IGNORECASE):
         text = text[len(header) :]
         skipped = 1

@@ -56,9 +56,9 @@ class ImagesConfig:
     """Storage of decoded images."""
 
     keep: Keep = "auto"
-    """`memory`; `cache`, files that are written once and mapped into memory; `stream`, decoded
-    again in every epoch by Grain, without storing; or `auto`: memory for a stream of up to 1 GiB,
-    cache for a task of up to 64 GiB, otherwise stream."""
+    """`memory` keeps decoded images in memory; `cache` writes them to files once and maps the files
+    into memory; `stream` decodes them again in every epoch with Grain and stores nothing; `auto`
+    uses memory for a stream of up to 1 GiB, cache for a task of up to 64 GiB, otherwise stream."""
     cache_dir: Path | None = None
     """Folder of the cached images; default: in the user's cache folder, or below --data-dir."""
     workers: int = 0
@@ -257,7 +257,8 @@ def cached(
 
 
 def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> dict[str, Split]:
-    """Open the complete cache of a plan. Raises ValueError with the name of the corrupted part."""
+    """Open the complete cache of a plan. Raises ValueError if the cache is corrupted, and OSError
+    if it cannot be read."""
     try:
         meta = json.loads((place / "cache.json").read_text())
         splits = {}
@@ -320,8 +321,8 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
 
 
 def _write(file: Path, part: EncodedSplit, image_size: int, on_progress: OnProgress) -> str:
-    """Write a `.npy` file piece by piece, and return its hash. If the disk is full, an error is
-    raised here instead of a signal later."""
+    """Write a `.npy` file piece by piece, and return its hash. A full disk raises OSError here;
+    writing through a memory map would end the process with a signal."""
     digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
     header = {
         "descr": "|u1",
@@ -345,7 +346,7 @@ class StreamedImages:
 
     Grain decodes images in advance with `workers` processes. With 0, it uses threads of this
     process, which is faster on a few cores, because processes need seconds to start in every pass.
-    The caller determines the rows of each step, so a stream yields the same images as an array in
+    The caller determines the rows of each step, so the images are the same as with an array in
     memory, and a resumed pass continues with the next step.
     """
 
@@ -374,7 +375,8 @@ class StreamedImages:
         batch_size = len(order[0])
         num_threads = max(2, min(16, os.cpu_count() or 1))
         images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
-        # Workers process whole batches, because each of n workers reads every n-th element.
+        # Form the batches before they are distributed, because each of n workers reads every n-th
+        # element.
         if self.workers:
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             options = grain.MultiprocessingOptions(

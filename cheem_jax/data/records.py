@@ -1,9 +1,9 @@
 """Encoded images of data sets that TFDS has prepared, that are on the Hugging Face hub, or that
 `save_to_disk` wrote.
 
-This library decodes the bytes itself (`SkipDecoding`). Without TensorFlow, TFDS's decoder returns
-palette indices as colours, and keeps CMYK and alpha channels. The hub's data sets are Arrow files:
-their code never runs, and nothing is unpickled.
+This library decodes the bytes itself (`SkipDecoding`), because TFDS's decoder without TensorFlow
+returns palette indices as colours, and keeps CMYK and alpha channels. The hub's data sets are read
+as Arrow files: their code never runs, and nothing is unpickled.
 """
 
 import collections
@@ -40,8 +40,7 @@ _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-
 
 
 class Row(NamedTuple):
-    """Key, label and position of one image in a data set. Rows sort by key, then by label and
-    position."""
+    """Key, label and position of one image in a data set. Rows sort by key first."""
 
     key: str
     label: int
@@ -55,14 +54,15 @@ class Records(Encoded):
 
     source: str | Path
     image: str
-    """Name of the image in an example. Its value is the encoded bytes, or a dict with the bytes or
-    a file name."""
+    """Name of the field of an example that contains the image, as encoded bytes, or as a dict with
+    the bytes or a file name."""
     opened: Callable[[str], Any]
-    """Opens the examples of a split. The function can be pickled, and threads share its result."""
+    """Function that opens the examples of a split. It can be pickled, and threads share its
+    result."""
     places: Sequence[tuple[str, int]]
     keys: Sequence[str]
     roots: Sequence[Path]
-    """Folders of the data set. Files that its rows name must be inside one of them."""
+    """Folders of the data set. Files that a row names must be inside one of these folders."""
 
     def where(self, row: int) -> str:
         split, position = self.places[row]
@@ -79,8 +79,8 @@ class Records(Encoded):
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
     def _read_file(self, name: str) -> bytes:
-        """Read a file that a row names. The rows of a downloaded data set could name any file of
-        this machine, also through a link."""
+        """Read a file that a row names. Files outside of `roots` are refused, because a downloaded
+        data set could name any file of this machine, also through a link."""
         file = (self.roots[0] / name).resolve()
         if not any(file.is_relative_to(root.resolve()) for root in self.roots):
             raise ValueError(
@@ -145,7 +145,7 @@ class Prepared:
 
     directory: Path
     full_name: str
-    """Such as `eurosat/rgb/2.0.0`."""
+    """Name, config and version, such as `eurosat/rgb/2.0.0`."""
     image: str
     label: str
     features: tuple[str, ...]
@@ -161,10 +161,11 @@ class Prepared:
     ) -> list[Row]:
         """List all images of some splits, sorted.
 
-        `key` identifies an image. It is a text feature, `class/FEATURE` for a feature that is
-        unique within a class only, `bytes` or `pixels`. By default, it is the first feature that
-        looks like a file name. Every example is read once, and the result is cached in the data
-        set's folder if that is writable. Raises ValueError for unlabelled images.
+        `key` selects the identifier of an image: the name of a text feature, `class/FEATURE` for a
+        feature that is unique only within a class, or `bytes` or `pixels` for a hash of these. By
+        default, it is the first of `NAME_FEATURES` that the data set has, otherwise `bytes`. Every
+        example is read once, and the result is cached in the data set's folder if that is writable.
+        Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
         rows: list[Row] = []
@@ -203,7 +204,8 @@ class Prepared:
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
-        # a list that grows with the examples, because the metadata can be wrong
+        # a list, because an array would need the number of examples in the metadata, which can be
+        # wrong
         labels_read: list[int] = []
         for position in range(len(source)):
             try:
@@ -243,7 +245,7 @@ class Prepared:
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
             return hashlib.sha256(example[self.image]).hexdigest()
-        # PNG files are written by the preparation, and their bytes differ between machines
+        # hash the pixels, because PNG files that the preparation encodes differ between machines
         if key == BY_PIXELS:
             with opened(example[self.image], self.full_name) as image:
                 pixels = np.asarray(to_rgb(image))
@@ -269,8 +271,8 @@ def plan_tfds(
     """Plan a task from a prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
 
     The train, validation and test splits are used. A missing validation or test split is cut from
-    train, as for folders. Raises FileNotFoundError if it is not prepared, and ValueError if it
-    cannot be read.
+    train, as in `plan_task`. Raises FileNotFoundError if the data set is not prepared, and
+    ValueError if it cannot be read.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
     split_by_name = splits_of(prepared.full_name, prepared.splits)
@@ -338,8 +340,8 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
-    """Return the directory of `NAME[/CONFIG][:VERSION]`; without a version, that of the newest.
-    Raises FileNotFoundError."""
+    """Return the directory of `NAME[/CONFIG][:VERSION]`; without a version, return the directory of
+    the newest version. Raises FileNotFoundError."""
     matched = _SPEC.fullmatch(spec)
     if matched is None:
         raise ValueError(
@@ -385,8 +387,8 @@ def _source(directory: Path, image: str, split: str) -> Any:
 
 
 def _builder(directory: Path) -> Any:
-    """Open TFDS's builder of a prepared directory, after checking that this imports only TFDS's own
-    features."""
+    """Open TFDS's builder of a prepared directory, after checking that opening it imports only
+    features of TFDS itself."""
     file = directory / "features.json"
     named = _feature_classes(json.loads(file.read_text()))
     if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):
@@ -397,8 +399,8 @@ def _builder(directory: Path) -> Any:
 
 
 def _feature_classes(value: Any) -> Iterator[str]:
-    """Yield the name of every Python class in a features.json, also in JSON inside of strings: TFDS
-    imports their modules."""
+    """Yield the name of every Python class in a features.json, including names in strings that
+    contain JSON. TFDS imports the modules of these classes."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key in ("pythonClassName", "python_class_name", "type") and isinstance(item, str):
@@ -414,7 +416,8 @@ def _feature_classes(value: Any) -> Iterator[str]:
 
 
 def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
-    """Return the name of the only feature of type `kind`, or `usual` if there are more than one.
+    """Return `usual` if a feature of type `kind` has this name, otherwise the name of the only
+    feature of this type.
 
     Raises ValueError with a message that starts with `where`.
     """
@@ -440,8 +443,8 @@ def plan_hub(
     `save_to_disk` wrote.
 
     The data set must have one column of images and one of class labels, or columns called `image`
-    and `label`. Missing splits are cut from train by `seed`, as for folders. Raises ValueError or
-    FileNotFoundError.
+    and `label`. Missing splits are cut from train with `seed`, as in `plan_task`. Raises ValueError
+    or FileNotFoundError.
     """
     datasets = import_extra("datasets", "hub", "this")
     title = f"{'' if isinstance(source, Path) else HUB}{source}"

@@ -52,8 +52,9 @@ def plan_source(
     directory contains a folder or file of images with this name. `tasks` selects and orders the
     tasks. `order` is one of MTIL's orders. `seed` determines how missing splits are cut. `purpose`
     determines the requirements for each task. `class_split` divides the classes of the source's
-    only data set into tasks; `tasks` then selects among these. Its fields that are not None
-    override a protocol or stream file. Raises MissingTasks, FileNotFoundError or ValueError.
+    only data set into tasks; `tasks` then selects among the resulting tasks. Fields of
+    `class_split` that are not None override the division in a protocol or stream file. Raises
+    MissingTasks, FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)
@@ -114,7 +115,7 @@ def plan_source(
 
 
 def _override(default: ClassSplit, given: ClassSplit | None) -> ClassSplit:
-    """Replace the fields of a source's own division by the given ones that are not None."""
+    """Replace the fields of `default` by the fields of `given` that are not None."""
     changes = {} if given is None else vars(given)
     return dataclasses.replace(default, **{k: v for k, v in changes.items() if v is not None})
 
@@ -183,7 +184,7 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
 
 
 def _nearest(source: str, path: Path) -> str:
-    """Suggest similar benchmarks, their tasks, or files next to the path."""
+    """Suggest similar names: benchmarks, their tasks, protocols, and files next to the path."""
     siblings = (
         [str(path.parent / entry.name) for entry in path.parent.iterdir()]
         if path.parent.is_dir()

@@ -1,9 +1,10 @@
 """Tasks and streams of uint8 images with integer labels, and their plans before decoding. All of
-them check their arguments.
+these classes check their arguments.
 
-Missing splits are cut from train: some training images are moved to the new split. Sizes are as in
-the paper's tables. If there is neither a test nor a validation split, ceil(0.3 n) images become the
-test split; then ceil(0.1 n) of the n remaining images become the validation split.
+Missing splits are cut from train: some training images are moved to the new split. The sizes of new
+splits are as in the CHEEM paper's tables. If there is neither a test nor a validation split,
+ceil(0.3 n) images become the test split; then ceil(0.1 n) of the n remaining images become the
+validation split.
 """
 
 import collections
@@ -47,7 +48,8 @@ class ClassSplit:
     """Division of one data set into tasks with disjoint classes (class-incremental learning)."""
 
     classes_per_task: int | None = None
-    """None only in options that override a protocol or a stream file."""
+    """Number of classes per task. It can only be None in options that override a protocol or a
+    stream file."""
     first_task: int | None = None
     """Number of classes in the first task; None: `classes_per_task`."""
     class_order: int | tuple[str, ...] | None = None
@@ -219,9 +221,9 @@ class Plan:
         """Make a plan from labels, which are keyed by split and image. Missing splits are cut from
         train in place (`cut_missing`).
 
-        `files` returns the files for a list of keys. For the purpose `extend`, a tenth of the
-        images becomes the validation split, and the test split is empty; for `measure`, a split is
-        empty if it cannot be cut. Raises ValueError if a class has too few images.
+        `files` returns the files for a list of keys. For the purpose `extend`, a missing validation
+        split is a tenth of train, and a missing test split is empty; for `measure`, a missing split
+        is empty if it cannot be cut. Raises ValueError if a class has too few images.
         """
         cut = tuple(split for split in SPLITS if split not in members)
         match purpose:
@@ -349,8 +351,8 @@ def split_of(name: str) -> str | None:
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
-    """Map the `names` that are common names of a split to the split. Raises ValueError if two names
-    mean the same split."""
+    """Map each name that is a common name of a split to this split, and omit other names. Raises
+    ValueError if two names mean the same split."""
     split_by_name = {name: split for name in names if (split := split_of(name)) is not None}
     if doubled := repeats(split_by_name.values()):
         several = sorted(name for name, split in split_by_name.items() if split in doubled)
@@ -460,8 +462,8 @@ def repeats(names: Iterable[str]) -> list[str]:
 
 
 def tenths(num: int, count: int) -> int:
-    """Return ceil(num * count / 10), computed with integers, because 0.3 * 10 in floating point
-    would be rounded up to 4."""
+    """Return ceil(num * count / 10), computed with integers, so that rounding errors cannot affect
+    the result."""
     return -(-num * count // 10)
 
 
@@ -471,8 +473,8 @@ def cut(
     """Return a mask that selects `num` examples, distributed over the classes in proportion to
     their sizes.
 
-    At least one example per class is selected, and at least `keep` are not selected; these bounds
-    override `num`. Within a class, the first examples in `order` are selected.
+    Of each class, at least one example is selected, and at least `keep` are not selected; these
+    bounds override `num`. Within a class, the first examples in `order` are selected.
     """
     sizes = np.bincount(labels)
     if sizes.min() <= keep:

@@ -22,7 +22,7 @@ Size = tuple[int, int]
 """Width and height in pixels."""
 DIM = 2**14
 """Brightness threshold of 16-bit images. If no pixel reaches this value (a quarter of the range),
-the images probably contain data of at most 12 bits."""
+the images probably contain data of fewer bits, such as 12."""
 LOOKED_AT = 16
 """Number of images per task that are checked for brightness before learning."""
 

@@ -39,11 +39,11 @@ of the data set."""
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
-    """Yield the name of every visible file, and a function that reads it. The function is valid
-    until the next file.
+    """Yield the name of every visible file, and a function that reads the file. The function is
+    valid until the next file is yielded.
 
-    `path` is a folder, zip, tar or tar.gz. A tar.gz inside of it is replaced by its files. In a
-    folder, names start with the folder's name, as in an archive of the folder. Raises
+    `path` is a folder, zip, tar or tar.gz. A tar.gz inside of a folder or zip is replaced by its
+    files. In a folder, names start with the folder's name, as in an archive of the folder. Raises
     FileNotFoundError, or ValueError with the name of a corrupted, truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
@@ -75,7 +75,7 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
         _Unpacked(file, most) if is_packed else contextlib.nullcontext(file) as unpacked,
         tarfile.open(fileobj=unpacked, mode="r:") as archive,
     ):
-        # tarfile treats a missing end as the end
+        # tarfile accepts an archive without its end
         if not is_complete:
             raise ValueError("it does not end with a block of zeros")
         for number, member in enumerate(archive, start=1):
@@ -86,8 +86,8 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
             name = member.name.removeprefix("./")
             if member.isfile() and not any(map(is_hidden, name.split("/"))):
                 yield name, functools.partial(_read_member, archive, member, where)
-        # tarfile treats corrupted data as the end of the archive. gzip verifies its checksum only
-        # at the real end.
+        # Read to the real end, where gzip verifies its checksum, because tarfile treats corrupted
+        # data as the end of the archive.
         while unpacked.read(2**20):
             pass
 
@@ -187,7 +187,7 @@ def text_lines(data: bytes, where: str) -> list[str]:
 def label_keys(
     rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str
 ) -> dict[str, int]:
-    """Return the labels, keyed by image, given pairs of key and class.
+    """Return the label of each image, keyed by image; `rows` contains pairs of key and class.
 
     Raises ValueError for an unknown class, a repeated key, or a class without images.
     """
@@ -209,8 +209,8 @@ def label_keys(
 
 
 def below(folder: str, depth: int, *suffixes: str) -> KeyOf:
-    """Return a function from the name of a file below `folder`, with one of the suffixes, to its
-    key, the last `depth` parts of the name."""
+    """Return a function from the name of a file to its key: the last `depth` parts of the name. The
+    key is None unless the file is `depth` levels below `folder` and has one of the suffixes."""
 
     def key_of(name: str) -> str | None:
         parts = name.split("/")

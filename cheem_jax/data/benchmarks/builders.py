@@ -5,9 +5,10 @@ A reader uses official archives, or the unpacked folders, in the folder `place`,
 fills. It raises FileNotFoundError if archives are missing, and ValueError for corrupted archives,
 inconsistent lists, and absent images.
 
-TFDS has no builder for the first two data sets. The others have the names, versions and features of
-TFDS's builders, so it does not matter which builder prepared a data set. No builder is registered,
-because a second class with the same name would clash; `prepare_from_folder` creates them.
+`cars196`, `sun397`, `eurosat` and `caltech101` have the names, versions and features of TFDS's
+builders, so it does not matter which builder prepared them. TFDS does not have the other data sets
+in these versions. No builder is registered, because a second class with the same name would clash;
+`prepare_from_folder` creates them.
 """
 
 import csv
@@ -69,7 +70,7 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
     Keys are seven digits with `.jpg`.
 
     `cut_strip` removes the lowest 20 pixels and re-encodes images as JPEG of quality 95. Without
-    it, the bytes do not change.
+    it, the files are not re-encoded.
     """
     [path] = locate(place, ("fgvc-aircraft-2013b.tar.gz", "fgvc-aircraft-2013b"))
     lists = {"train": "train", "validation": "val", "test": "test"}
@@ -93,8 +94,8 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
 
 
 def read_gtsrb(place: Path) -> Reading:
-    """Read GTSRB with the splits train and test. Keys are `<class>/<track>_<frame>.ppm` and
-    `<number>.ppm`. Images are re-encoded as PNG.
+    """Read GTSRB with the splits train and test. Keys are `<class>/<track>_<frame>.ppm` in train
+    and `<number>.ppm` in test. Images are re-encoded as PNG.
 
     Train is the archive of 26,640 images (`GTSRB-Training_fixed.zip`).
     """
@@ -153,10 +154,10 @@ def read_cars(place: Path) -> Reading:
 
 
 def read_sun397(place: Path) -> Reading:
-    """Read the first official partition of SUN397 with the splits train and test. Keys and classes
-    are as in the official lists, such as `/a/abbey/sun_x.jpg`.
+    """Read the first official partition of SUN397 with the splits train and test. Keys, such as
+    `/a/abbey/sun_x.jpg`, and classes are those of the official lists.
 
-    Some files named .jpg are PNG, BMP or GIF. Their bytes do not change.
+    Some files named .jpg are PNG, BMP or GIF; they are not re-encoded.
     """
     images, partitions = locate(
         place, ("SUN397.tar.gz", "SUN397"), ("Partitions.zip", "Partitions")
@@ -192,7 +193,8 @@ def read_caltech101(place: Path) -> Reading:
 
 
 def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
-    """Read all images as train from one folder per class below `folder`; case is ignored."""
+    """Read all images in the class folders below `folder` into the train split. The names of the
+    class folders can differ in case from the class names."""
     key_of = below(folder, 2, ".jpg")
     classes = BY_NAME[task].class_names
     keys = sorted(key for name, _ in members(path) if (key := key_of(name)))
@@ -202,8 +204,8 @@ def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
 
 
 def read_cub200(place: Path) -> Reading:
-    """Read CUB-200-2011 with its official train and test splits, or PILOT's copy with those of its
-    folders. Keys are `<class folder>/<file>`."""
+    """Read CUB-200-2011 with its official train and test splits, or PILOT's copy, whose folders are
+    the splits. Keys are `<class folder>/<file>`."""
     [path] = locate(place, BY_NAME["cub200"].archives[0].names)
     if not path.name.startswith("CUB_200_2011"):
         return _read_train_and_test(path)
@@ -223,11 +225,11 @@ def read_cub200(place: Path) -> Reading:
 
 
 def read_imagenet_variant(place: Path, *, name: str) -> Reading:
-    """Read ImageNet-R or ImageNet-A (`name` is `imagenet-r` or `imagenet-a`): PILOT's copy with the
-    splits of its folders, or the official archive without splits. Keys are `<WordNet ID>/<file>`.
+    """Read ImageNet-R or ImageNet-A (`name` is `imagenet-r` or `imagenet-a`): PILOT's copy, whose
+    folders are the splits, or the official archive without splits. Keys are `<WordNet ID>/<file>`.
 
-    Of the official archive, ceil(n / 5) images, in proportion to the sizes of the classes, become
-    the test split.
+    In the official archive, ceil(n / 5) of the n images become the test split, in proportion to the
+    sizes of the classes.
     """
     [path] = locate(place, BY_NAME[name.replace("-", "_")].archives[0].names)
     key_of = below(name, 2, ".jpg")
@@ -246,7 +248,7 @@ def read_imagenet_variant(place: Path, *, name: str) -> Reading:
 
 
 def read_pilot(place: Path, *, name: str) -> Reading:
-    """Read a data set that PILOT provides, with the splits of its folders. Keys are `<class
+    """Read a data set that PILOT provides, whose folders are the splits. Keys are `<class
     folder>/<file>`."""
     [path] = locate(place, (f"{name}.zip", name))
     return _read_train_and_test(path)

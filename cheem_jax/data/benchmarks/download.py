@@ -132,7 +132,7 @@ def _session() -> requests.Session:
 
 
 def _refuse_downgrade(response: requests.Response, **options: object) -> None:
-    """Refuse a redirect from https to http, which would allow anybody on the way to change the
+    """Refuse a redirect from https to http, which would allow anybody on the network to change the
     file."""
     target = urljoin(response.url, response.headers.get("Location", ""))
     if (

@@ -57,7 +57,7 @@ class BenchmarkTask:
     num_classes: int
     rule: Rule
     counts: Counts | None
-    """Expected counts. None if the data set exists with several official splits."""
+    """Expected numbers of images. None if the data set exists with several official splits."""
     key: str
     """Feature that identifies an image on every machine (`Prepared.index`)."""
     licence: str
