@@ -1,5 +1,4 @@
-"""AlexNet with torchvision's architecture, frozen: a small network whose features are used to infer
-the task ID.
+"""A frozen AlexNet with torchvision's architecture. Its features are used to infer the task ID.
 
 Weight files have torchvision's names and PyTorch's layout, `[out, in, height, width]` and `[out,
 in]`. Our names are `conv1.kernel` with shape `[height, width, in, out]`, and so on. The classifier
@@ -23,8 +22,8 @@ from cheem_jax.core.paths import absolute
 
 Feature = Literal["pooled_conv", "conv5"]
 FORMAT = "cheem_jax.alexnet.1"
-"""Name of the format in the header of a converted file. The header also contains the source of the
-weights and its hash."""
+"""Name of the format in the header of a converted file. The header also contains the name and the
+hash of the source file."""
 SMALLEST_IMAGE = 63
 """Minimum image size in pixels. The last pooling of a smaller image would have no input."""
 GRID = 6
@@ -50,7 +49,7 @@ _TORCHVISION = {"conv1": 0, "conv2": 3, "conv3": 6, "conv4": 8, "conv5": 10}
 
 @dataclasses.dataclass(frozen=True)
 class AlexNetConfig:
-    """The feature that AlexNet computes, and its image size."""
+    """Feature and image size of AlexNet."""
 
     image_size: int = 224
     """Image size in pixels, at least 63."""

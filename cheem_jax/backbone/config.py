@@ -237,13 +237,13 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    # integers can be too large for a float, for which `math.isfinite` raises an error
+    # `math.isfinite` raises an error for integers that are too large for a float
     return type(value) in (int, float) and -1e30 < value < 1e30  # type: ignore[operator]
 
 
 def find_config(name: str) -> ViTConfig:
-    """Return the config of a named backbone. Raises ValueError with the most similar names if it is
-    unknown."""
+    """Return the config of a named backbone. Raises ValueError with the most similar names if the
+    name is unknown."""
     if name not in CONFIGS:
         raise ValueError(f"unknown backbone {name!r}; {closest(name, CONFIGS)}")
     return CONFIGS[name]

@@ -113,7 +113,8 @@ def executed_flops(
 
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
-    """Count the executed FLOPs of the pass whose FLOPs `pass_flops` counts."""
+    """Count the executed FLOPs of the plain backbone up to the tokens that all candidates at block
+    `until` share. With `until` = L, count the whole backbone."""
     if until == config.depth:
         return executed_backbone_flops(config)
     *before, (attention, _) = (
@@ -166,5 +167,5 @@ def backbone_params(config: ViTConfig) -> int:
     positions = config.num_tokens if config.rotary is None else 0
     pool = (
         per_block - width if config.pool == "attention" else 0
-    )  # the pool is like a block, with an additional query and one LayerNorm less
+    )  # attention pooling has the parameters of a block and a query, but one LayerNorm less
     return embed + (config.num_prefix + positions) * width + config.depth * per_block + norms + pool

@@ -23,9 +23,10 @@ def base_means(
     `{image_size}/{placement}/{token}`.
 
     `component` is the output of the plastic layer before the residual sum, and `block` is the
-    output of the block. The latter is identical for both placements, because the plain backbone has
-    no Skip. Sums are computed in float64, and all batches share a compiled function. Raises
-    ValueError if there are no images, or if their size differs from the backbone's.
+    output of the block. `block` is identical for both placements, because all ops of the plain
+    backbone are Reuse. Sums are computed in float64, and all batches share a compiled function.
+    Raises ValueError if there are no images, or if their size differs from the image size of the
+    backbone.
     """
     size = vit.config.image_size
     if len(images) == 0 or images.shape[1:3] != (size, size):
@@ -51,8 +52,7 @@ def base_means(
 
 
 def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarray, "L D"]]:
-    """Compute the `base_means` of all chunks together, weighted by the number of images in each
-    chunk."""
+    """Average the `base_means` of all chunks, weighted by the number of images in each chunk."""
     totals: dict[str, np.ndarray] = {}
     count = 0
     for images in chunks:
@@ -72,8 +72,8 @@ def _class_tokens(
     x = vit.embed(images)
     tokens = []
     for block in vit.blocks:
-        # XLA merges the operations that both runs share, and removes the unused second half of this
-        # run.
+        # XLA merges the operations that both runs share, and removes the unused second half of the
+        # first run.
         _, proj = block.run(Reuse(block.expert("attn_proj")), x, placement="attn_proj")
         x, down = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
         tokens.append([summary(kind, vit.config) for kind in (down, proj, x)])

@@ -51,7 +51,8 @@ _HEADS = dict.fromkeys(
 _GELU_TANH = re.compile(
     r"patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip"
 )
-"""SigLIP 2 models that use the tanh approximation of GELU in timm; all others use exact GELU."""
+"""SigLIP 2 models that use the tanh approximation of GELU in timm; all other SigLIP 2 models use
+exact GELU."""
 
 
 def to_timm_name(name: str) -> str:
@@ -187,9 +188,9 @@ def infer_config(
     """Infer the config of a supported timm ViT from its name, its tensors and the hub's
     `config.json`.
 
-    Sizes are read from the shapes. The head width is 64, except in families with another number of
-    heads. Mean and standard deviation of the images are read from `pretrained_cfg`; if it is
-    missing, they are those of the family. Raises ValueError with the tensor names for other
+    Sizes are read from the shapes. The head width is 64, except in the families listed in `_HEADS`.
+    Mean and standard deviation of the images are read from `pretrained_cfg`; if it is missing, the
+    values of the model's family are used. Raises ValueError with the tensor names for other
     architectures.
     """
     hub_config = hub_config or {}
@@ -304,7 +305,8 @@ def find_pooling(name: str) -> Pooling:
 def other_pool(name: str, hub_config: Mapping) -> list[str]:
     """List the differences between the pooling in the hub's `config.json` and the supported
     pooling."""
-    if "_dinov3" in name:  # timm averages the patches of DINOv3, but its authors use the CLS token
+    # timm averages the patches of DINOv3, but the authors of DINOv3 use the CLS token
+    if "_dinov3" in name:
         return []
     expected = {"class": "token", "attention": "map", "mean": "avg"}[find_pooling(name)]
     pool = hub_config.get("global_pool", expected)

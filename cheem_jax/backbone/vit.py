@@ -1,4 +1,4 @@
-"""The frozen backbone: a Flax NNX Vision Transformer that computes the same function as timm's.
+"""The frozen backbone: a Flax NNX Vision Transformer that computes the same function as timm's ViT.
 Each block accepts an op as an argument.
 
 A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') computes `z = x +
@@ -22,16 +22,16 @@ from cheem_jax.core.settings import Activation, Placement, Precision
 
 
 class Prefix(NamedTuple):
-    """Learned keys and values that are prepended to those of a block. They are not projected and
-    add no output tokens."""
+    """Learned keys and values that are prepended to the keys and values of a block's attention.
+    They are not projected and add no output tokens."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 class SidePrefix(NamedTuple):
-    """Learned keys and values with a separate softmax, whose result is added to that of the block's
-    attention."""
+    """Learned keys and values with a separate softmax. Their attention output is added to the
+    output of the block's attention."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]

@@ -43,7 +43,7 @@ FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
 _OTHERS = re.compile("relpos|rope|(?<!_siglip)_gap_|vit_7b_")
-"""Parts of names of ViTs with unsupported tokens, positions or heads."""
+"""Name parts of ViTs with unsupported tokens, positions or heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Pretrained:
     """SHA-256 of the source file."""
     base_means: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Mean CLS tokens of the pretraining data, float32 `[L, D]`, keyed by
-    `{image_size}/{placement}/{token}`. Only measured image sizes are included, so it can be
+    `{image_size}/{placement}/{token}`. The dict contains only measured image sizes and can be
     empty."""
 
 
@@ -79,7 +79,7 @@ def load_pretrained(
     Raises ValueError for an unknown name, an unreadable file or weights of another architecture.
     Raises FileNotFoundError for a missing file, or if a download fails.
     """
-    backbone = backbone.removeprefix("timm/")  # the hub adds this prefix
+    backbone = backbone.removeprefix("timm/")  # names on the hub have this prefix
     named = named_config(backbone)
     hub_config = None
     if weights is not None:
@@ -197,7 +197,7 @@ def _from_converted(
     }
     expected = stored
     if named is not None:
-        # number of classes of the file's head; 0 without a head
+        # the file's head can have any number of classes, unless the backbone has no head
         classes = stored.num_classes if named.num_classes else 0
         expected = dataclasses.replace(named, image_size=stored.image_size, num_classes=classes)
     check_params(expected, params)
@@ -258,7 +258,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
         raise FileNotFoundError(
             f"the hub does not have the model {repository!r}; check the name, or {way_out}"
         ) from error
-    except Exception as error:  # the client's error classes differ between its releases
+    except Exception as error:  # error classes differ between releases of the client
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileNotFoundError(f"cannot download {repository!r} ({reason}); {way_out}") from error
     if weights is None:
@@ -312,8 +312,8 @@ def resample_position(
 
 
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
-    """Compute the matrix for antialiased bicubic resampling along one axis: Keys' kernel with a =
-    -1/2, widened when shrinking.
+    """Compute the matrix for antialiased bicubic resampling along one axis: the cubic kernel of
+    Keys (1981) with a = -1/2, widened when shrinking.
 
     Pixel centres are at half-integers. Samples outside of the axis are omitted, and each row is
     rescaled to sum to 1, as in torch's `interpolate(mode="bicubic", antialias=True)`. That function

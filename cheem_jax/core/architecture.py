@@ -1,5 +1,5 @@
-"""Architectures, which consist of one choice per block, and their integer encoding. They are
-hashable, printable and convertible to JSON.
+"""Architectures, which consist of one choice per block, and their integer encoding. Architectures
+are hashable, printable and convertible to JSON.
 
 A block with n experts in the pool has 2n + 2 candidates in this order: Reuse(0..n-1),
 Adapt(0..n-1), New, Skip.

@@ -13,7 +13,8 @@ REFUSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @contextlib.contextmanager
 def room_for(file: Path, num_bytes: int) -> Iterator[None]:
-    """Add the file and the number of bytes to write to errors of a full or read-only disk."""
+    """If an OSError in this context reports a full or read-only disk, add the file and `num_bytes`
+    to its message."""
     try:
         yield
     except OSError as error:

@@ -22,8 +22,8 @@ class Device:
     """Whether device memory is host memory. If so, NumPy gathers rows, arguments are not copied,
     and the overhead of a call is negligible."""
     forward_sizes: tuple[int, ...] = ()
-    """Batch sizes of forward passes, in images, if memory and data set are large enough; an empty
-    tuple uses the batch size of training."""
+    """Batch sizes of forward passes, in images, if memory and data set are large enough; if empty,
+    the batch size of training is used."""
     is_narrow: bool = False
     """Whether products of bfloat16 operands, and their residuals, are stored in bfloat16."""
     attention: Literal["ours", "cudnn", "xla"] = "ours"
@@ -75,7 +75,8 @@ def flash_problem() -> str | None:
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     try:
         jax.jit(jax.grad(loss)).lower(x, lengths).compile()
-    # unsupported platform, compute capability or library version; XLA's attention is used
+    # cuDNN does not support the platform, the compute capability or the library version; the caller
+    # uses XLA's attention instead
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
         return reason.splitlines()[0][:120]

@@ -25,7 +25,7 @@ def hub_errors(repository: str, action: str) -> Iterator[None]:
     check_cache()
     try:
         yield
-    except Exception as error:  # the client's error classes differ between its releases
+    except Exception as error:  # error classes differ between releases of the client
         if type(error) is ValueError or (isinstance(error, OSError) and error.errno is not None):
             raise
         responses = (

@@ -1,5 +1,5 @@
-"""Stop requests: after Ctrl-C or SIGTERM, the current step is finished first, so that no work is
-lost."""
+"""Stop requests. After Ctrl-C or SIGTERM, the program finishes the current step before it stops, so
+that no work is lost."""
 
 import contextlib
 import os
@@ -49,12 +49,13 @@ def stop_requests() -> Iterator[Stop]:
         stop.signal_number = number
         restore()
         # `print` is not used, because the interrupted code can hold the lock of the print buffer.
-        # stderr can be closed.
+        # An error of a closed stderr is ignored.
         with contextlib.suppress(OSError):
             os.write(2, b"\nstopping after the current step; repeat to stop immediately\n")
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    # background processes ignore Ctrl-C; such handlers are not replaced
+    # shells start background processes with Ctrl-C ignored; a handler that ignores a signal is not
+    # replaced
     usual = {
         number: handler
         for number, handler in handlers.items()

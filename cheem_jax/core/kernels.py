@@ -57,8 +57,8 @@ def dot(
     a = a.astype(dtype)
     b = b.astype(dtype)
     if precision == "bfloat16" and current().is_host:
-        # the CPU's bfloat16 kernels do not support transposed operands, and XLA would compute in
-        # float32
+        # the CPU's bfloat16 kernels do not support transposed operands; without a fixed layout, XLA
+        # would compute in float32
         a, b = _in_order(a), _in_order(b)
     return jnp.matmul(a, b, preferred_element_type=jnp.bfloat16 if narrow else jnp.float32)
 
@@ -66,10 +66,11 @@ def dot(
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
-    """Compute `x @ weight`. Residuals: the operands for the requested gradients, in `precision`.
+    """Compute `x @ weight`. Residuals: the operands that the requested gradients need, in
+    `precision`.
 
-    The result and the gradient of x are float32; on an accelerator, their type is `precision`. The
-    gradient of the weight is always float32.
+    On a CPU, the result and the gradient of x are float32; on an accelerator, their type is
+    `precision`. The gradient of the weight is always float32.
     """
     # Cast outside of the custom gradient, so that JAX casts the gradient of x back.
     return _product(x.astype(jnp.bfloat16) if is_narrow(precision) else x, weight, precision)
@@ -239,8 +240,8 @@ def _attend(query, key, value, precision):
 
 
 def _attend_forward(query, key, value, precision):
-    # Without the layout constraint, XLA would create two copies of each, for the products and for
-    # the residuals.
+    # Without the layout constraint, XLA would create two copies of query, key and value: one for
+    # the products and one for the residuals.
     query, key, value = map(_in_order, (query * query.shape[-1] ** -0.5, key, value))
     mixed, weights, inverse = _attended(query, key, value, precision)
     return mixed, (query, key, value, weights, inverse, mixed)

@@ -61,7 +61,7 @@ class Keys:
             self._roots[phase] = jax.random.key(seed if root is None else root)
 
     def at(self, task: int, phase: Phase, *position: int) -> jax.Array:
-        """Return the key of a position in a task's phase."""
+        """Return the key of a position, such as an epoch, in a task's phase."""
         return key_at(self._roots[phase], task, phase, *position)
 
     def seed_at(self, task: int, phase: Phase) -> int:
@@ -84,7 +84,7 @@ def key_at(key: jax.Array, *position: int) -> jax.Array:
 
 def order_at(key: jax.Array, num: int) -> np.ndarray:
     """Compute a random permutation of `num` items. The random bits are padded to a power of two, so
-    that lengths share compiled functions."""
+    that similar values of `num` share a compiled function."""
     return np.argsort(np.asarray(_bits(key, next_power_of_two(num)))[:num], kind="stable")
 
 

@@ -14,8 +14,8 @@ from scipy.special import log_softmax
 
 Number = int | float
 MOST_TEMPERATURE = 5.0
-"""Maximum of a fitted temperature; the minimum is its inverse. Without a minimum, the temperature
-would be 0 if all images are classified correctly."""
+"""Maximum of a fitted temperature; the minimum is 1 / MOST_TEMPERATURE. Without a minimum, the
+temperature would be 0 if all images are classified correctly."""
 
 
 def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
@@ -37,8 +37,8 @@ def accuracy_curve(
     """Compute the accuracy over all test images of tasks 0..t after learning task t, for each t.
 
     This is the accuracy over all classes seen so far, in which every image has the same weight.
-    `num_images` are the numbers of test images per task, or `[T, T]` per step and task, at least 1.
-    An entry is NaN if an accuracy that it needs was not measured.
+    `num_images` contains the number of test images, at least 1, of each task, or of each step and
+    task (`[T, T]`). An entry of the result is NaN if one of its accuracies is NaN.
     """
     learned = np.tri(len(accuracy))
     weights = learned * num_images
@@ -102,7 +102,7 @@ def routing_confusion(
 
 
 class OpenSetMetrics(NamedTuple):
-    """Separation of images of no known task from images of the known tasks by one score."""
+    """Metrics of one score that separates unknown images (of no known task) from known images."""
 
     auroc: float
     """Probability that an unknown image has a larger score than a known image; ties count half."""
@@ -127,7 +127,7 @@ def open_set_metrics(
     scores = np.concatenate([known_scores, unknown_scores]).astype(np.float64)
     scores = np.where(np.isfinite(scores), scores, largest)
     is_known = np.arange(len(scores)) < len(known_scores)
-    # without all thresholds, the first one that accepts 95 % could be missing
+    # `drop_intermediate=True` could drop the first threshold that accepts 95 %
     accepted_unknown, accepted_known, _ = roc_curve(is_known, -scores, drop_intermediate=False)
     return OpenSetMetrics(
         float(roc_auc_score(~is_known, scores)),
@@ -138,11 +138,11 @@ def open_set_metrics(
 def open_set_steps(
     distances: Float[np.ndarray, "N T"], tasks: Integer[np.ndarray, " N"]
 ) -> list[OpenSetMetrics]:
-    """Compute the open-set metrics after each task but the last: images of tasks 0..t are known,
-    those of later tasks unknown, and the score is the distance to the nearest of tasks 0..t.
+    """Compute the open-set metrics after each task except the last: images of tasks 0..t are known,
+    images of later tasks are unknown, and the score is the distance to the nearest of tasks 0..t.
 
-    `distances` are those of each image to each task, which later tasks must not change. `tasks` are
-    the true tasks of the images.
+    `distances` contains the distance from each image to each task; learning a later task must not
+    change it. `tasks` contains the true task of each image.
     """
     steps = []
     for step in range(distances.shape[1] - 1):

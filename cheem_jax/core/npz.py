@@ -57,7 +57,7 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         )
     for name, value in tensors.items():
         if value.dtype.name == "bfloat16":
-            # exact conversion; NumPy does not compute in bfloat16
+            # this conversion is exact; NumPy does not compute in bfloat16
             tensors[name] = value.astype(np.float32)
     if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
         raise ValueError(

@@ -92,8 +92,8 @@ def apply_op(
 
 
 def merge(expert: Expert, pair: LowRank) -> Expert:
-    """Merge a low-rank pair into its expert. The result is equivalent to `Adapt(expert, pair)`, up
-    to 1e-5 of the largest output."""
+    """Merge a low-rank pair into its expert. The outputs of the result and of `Adapt(expert, pair)`
+    differ by at most 1e-5 of the largest output."""
     return Expert(expert.weight + pair.down @ pair.up, expert.bias)
 
 

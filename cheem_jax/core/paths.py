@@ -1,5 +1,5 @@
-"""Convert paths from users to absolute paths. This is done when settings are read, so all other
-code uses absolute paths. Names in messages contain no control characters."""
+"""Convert paths from users to absolute paths when settings are read, so that all other code uses
+absolute paths. Remove control characters from names in messages."""
 
 import dataclasses
 import os
@@ -111,8 +111,8 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Remove control characters. A stranger can have chosen the names of classes, tasks and files,
-    and a terminal executes escape sequences in them."""
+    """Remove control characters. Names of classes, tasks and files can come from strangers, and a
+    terminal would execute escape sequences in names."""
     return _CONTROLS.sub("", text)
 
 

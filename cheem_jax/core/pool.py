@@ -134,8 +134,8 @@ class InternalMemory:
         """Return the pool indices of the experts in each block that a new task can select: the base
         expert, and all experts that a task uses.
 
-        Other experts are only kept as parents of other experts. They belong to forgotten tasks, and
-        their similarity is unknown.
+        The remaining experts belong to forgotten tasks, and are kept only as parents of other
+        experts. Their similarity to a new task is unknown.
         """
         used = zip((0,) * len(self.pool), *(task.experts for task in self.tasks), strict=True)
         return tuple(tuple(sorted({*experts} - {None})) for experts in used)  # pyright: ignore[reportReturnType]
@@ -161,7 +161,7 @@ class InternalMemory:
 
 
 def base_pool(experts: Sequence[Expert]) -> Pool:
-    """Make a pool from the pretrained layers, one per block, such as `vit.experts("mlp_down")`."""
+    """Make a pool from the pretrained plastic layers, one per block (`vit.experts("mlp_down")`)."""
     return tuple((StoredExpert(expert, None, None),) for expert in experts)
 
 

@@ -1,9 +1,9 @@
 """External memory: statistics of frozen features per task, and the router that infers the task ID
 from them.
 
-The default is the router of S-Prompts, as in the paper. Features are L2-normalised, k-means fits K
-= 5 centroids per task, and an image is assigned to the task of the nearest centroid in L1 distance.
-The statistics contain neither images nor features of individual images.
+The default is the router of S-Prompts, as in the CHEEM paper. Features are L2-normalised, k-means
+fits K = 5 centroids per task, and an image is assigned to the task of the nearest centroid in L1
+distance. The statistics contain neither images nor features of individual images.
 """
 
 import dataclasses
@@ -26,20 +26,19 @@ invertible."""
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """Settings of task-ID inference. The router stores no exemplars and can read features of the
-    backbone's pass."""
+    """Settings of task-ID inference. The router stores no exemplars."""
 
     kind: Literal["kmeans", "lda"] = "kmeans"
-    """Statistics of a task: `kmeans` stores centroids (S-Prompts, the paper); `lda` stores class
-    means, and one covariance shared by all tasks."""
+    """Statistics of a task: `kmeans` stores centroids (S-Prompts, the CHEEM paper); `lda` stores
+    class means, and one covariance shared by all tasks."""
     features: Reads = "last"
-    """Features that the router reads. `last` is the last CLS token (the paper), or the pooled
-    tokens. `early` is the mean patch token at a quarter and at half of the depth, where the
-    router's pass ends. `levels` is the mean patch token at each quarter of the depth and the last
-    CLS token."""
+    """Features that the router reads. `last` is the last CLS token (the CHEEM paper), or the pooled
+    tokens. `early` is the mean patch token at a quarter and at half of the depth; the router's pass
+    ends at half of the depth. `levels` is the mean patch token at each quarter of the depth and the
+    last CLS token."""
     num_centroids: int = 5
-    """Number of centroids per task for `kmeans` (K), at most the number of distinct training
-    features."""
+    """Number of centroids per task for `kmeans` (K); a task with fewer distinct training features
+    has fewer centroids."""
     shrinkage: float = 0.01
     """Fraction of the covariance that is replaced by a multiple of the identity, for `lda`."""
 
@@ -55,9 +54,9 @@ class RouterConfig:
         """Return the blocks at which mean patch tokens are read, for a backbone with `depth`
         blocks.
 
-        The tokens at a block are the same for all candidates of the block. The last block is
-        excluded because it computes only the CLS token. Raises ValueError if the backbone has fewer
-        than 3 blocks.
+        The tokens are read before the plastic layer, so all candidates of the block share them. The
+        last block is excluded because it computes only the CLS token. Raises ValueError if the
+        backbone has fewer than 3 blocks.
         """
         quarters = {"last": (), "early": (1, 2), "levels": (1, 2, 3)}[self.features]
         if quarters and depth < 3:
@@ -78,7 +77,7 @@ class RouterConfig:
 
 
 PAPER = RouterConfig()
-"""The router of S-Prompts, which the paper adopts."""
+"""The router of S-Prompts, which the CHEEM paper adopts."""
 
 
 class TaskStatistics(NamedTuple):
@@ -88,7 +87,7 @@ class TaskStatistics(NamedTuple):
     """Centroids of k-means, or class means for `lda`."""
     moments: Mapping[str, np.ndarray] = {}
     """For `lda`, `scatter` is the upper triangle of the covariance within the task's classes, and
-    `counts` are the numbers of images of the classes."""
+    `counts` is the number of images of each class."""
 
 
 def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
@@ -97,8 +96,8 @@ def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
 
 
 def join_tokens(parts: Sequence[Float[np.ndarray, "N D"]]) -> Float[np.ndarray, "N E"]:
-    """Concatenate tokens. If there is more than one, each is scaled to unit length, so that all
-    have the same weight."""
+    """Concatenate tokens. If there is more than one, each token is scaled to unit length, so that
+    all tokens have the same weight."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([normalise(part) for part in parts], axis=1)
@@ -167,16 +166,16 @@ class Router:
     """Infers task IDs from the statistics of all tasks.
 
     `kmeans` returns the task of the nearest centroid in L1 distance. `lda` returns the task of the
-    nearest class mean in Mahalanobis distance; its covariance is the mean over tasks of the
-    covariance within their classes.
+    nearest class mean in Mahalanobis distance, whose covariance is the within-class covariance,
+    averaged over tasks.
     """
 
     config: RouterConfig
     tasks: tuple[TaskStatistics, ...] = ()
 
     def follow(self, tasks: Sequence[TaskStatistics]) -> "Router":
-        """Return a router for `tasks`. If they are the tasks of this router, return this router
-        with its cached sums."""
+        """Return a router for `tasks`. If this router already has these tasks, it is returned with
+        its cached sums."""
         pairs = zip(self.tasks, tasks, strict=False)
         if len(tasks) == len(self.tasks) and all(a.centroids is b.centroids for a, b in pairs):
             return self
@@ -205,7 +204,8 @@ class Router:
         return np.cumsum([0, *(len(task.centroids) for task in self.tasks[:-1])])
 
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
-        """Compute the distance from each image to the nearest row of each task."""
+        """Compute the distance from each image to the nearest centroid or class mean of each
+        task."""
         points = normalise(features)
         if self.whitening is None:
             return _nearest_in_l1(points, self.rows, self.first)
@@ -214,8 +214,8 @@ class Router:
         norms = np.add.outer(*squares)
         squared = np.maximum(norms - 2 * points @ self.rows.T, 0)
         nearest = np.sqrt(np.minimum.reduceat(squared, self.first, axis=1))
-        # float64 digits beyond float32 are rounding errors of the product. On some processors they
-        # differ between identical columns, and identical tasks would not tie.
+        # float64 digits beyond float32 are rounding errors of the product. On some processors these
+        # errors differ between identical columns, so identical tasks would not tie.
         return nearest.astype(np.float32).astype(np.float64)
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
@@ -233,10 +233,10 @@ def centroid_distances(
 def _nearest_in_l1(
     points: Float[np.ndarray, "N E"], rows: Float[np.ndarray, "M E"], first: Int[np.ndarray, "T"]
 ) -> Float[np.ndarray, "N T"]:
-    # SciPy's float64 loop needs 0.3 ms per image and core for 5,000 rows of width 96, and 3 ms for
-    # rows of width 768. A compiled float32 loop needs a third of the time, but its rounding
-    # requires a correction, and each number of rows would compile a new function.
-    # imported here: SciPy is slow to import, and only distances need it
+    # On one core, SciPy's float64 loop takes 0.3 ms per image for 5,000 rows of width 96, and 3 ms
+    # for 5,000 rows of width 768. A compiled float32 loop takes a third of the time, but its
+    # rounding requires a correction, and it would be compiled again for each number of rows. SciPy
+    # is imported here, because it is slow to import and only distances need it.
     from scipy.spatial.distance import cdist
 
     size = max(BLOCK_BYTES // (8 * len(rows)), 1)
@@ -282,9 +282,10 @@ def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
 def rejection_scores(
     distances: Float[np.ndarray, "N"], quantiles: Float[np.ndarray, "Q"]
 ) -> Float[np.ndarray, "N"]:
-    """Compute the share of a task's validation images that are nearer to the task than each image.
+    """Compute, for each image, the share of the task's validation images that are nearer to the
+    task.
 
-    An image is rejected at the open-set rates above 1 - score. `quantiles` are those of
+    An image is rejected at the open-set rates above 1 - score. `quantiles` is the result of
     `calibrate`. The score of a NaN distance is 1.
     """
     shares = np.interp(distances, quantiles, np.linspace(0, 1, len(quantiles)))
