@@ -1,1 +1,1 @@
-"""Running any architecture, without knowledge of optimisers and the supernet."""
+"""Functions that run any architecture. They do not depend on the optimiser or the supernet."""

@@ -39,7 +39,7 @@ def batches(order: np.ndarray, batch_size: int) -> Iterator[Rows]:
 
 
 def num_batches(num: int, batch_size: int) -> int:
-    """Return the number of batches of `num` rows, including the partial one."""
+    """Return the number of batches of `num` rows, including a partial last batch."""
     return -(-num // batch_size)
 
 

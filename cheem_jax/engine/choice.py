@@ -25,8 +25,8 @@ from cheem_jax.engine.whole import Whole
 Name = Literal["stages", "whole", "scan"]
 DISPATCH_BOUND = 1.5e11
 """Number of FLOPs of a batch's forward pass below which an unmeasured accelerator is assumed to be
-limited by the host's dispatches. Estimated for an H100 from the number of its kernels and the bytes
-that they read."""
+limited by the host's dispatches. Estimated for an H100 from the number of kernels in a pass and the
+bytes that the kernels read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.memory_gb is not None:
-            memory_budget(self.memory_gb)  # raises if it is out of range
+            memory_budget(self.memory_gb)  # raises ValueError if the setting is out of range
         for name in ("programs", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine {name} is {getattr(self, name)}; expected at least 1")
@@ -146,7 +146,7 @@ def measurements() -> list[dict[str, Any]]:
     """Read the measured seconds per supernet step of each executor, for each platform, backbone and
     batch size.
 
-    `experiments/jit_profile.py` writes the file.
+    `experiments/jit_profile.py` writes the measurements to `measured.json`.
     """
     text = files("cheem_jax.engine").joinpath("measured.json").read_text()
     return json.loads(text)["measurements"]

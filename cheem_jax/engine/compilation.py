@@ -115,8 +115,8 @@ def enable_cache() -> Path | None:
     it.
 
     `JAX_COMPILATION_CACHE_DIR` sets another directory; `JAX_ENABLE_COMPILATION_CACHE=false`
-    disables the cache. Raises ValueError if the user's directory is not writable, and its subclass
-    NotCached if the default directory is not.
+    disables the cache. Raises ValueError if the user's directory is not writable, and NotCached, a
+    subclass of ValueError, if the default directory is not writable or JAX cannot use the cache.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
@@ -138,7 +138,7 @@ def enable_cache() -> Path | None:
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
         try:
-            # JAX looks up both names when it writes a function
+            # JAX looks up the names of the owner and the group when it writes a function
             probe.owner()
             probe.group()
         finally:
@@ -162,8 +162,8 @@ def enable_cache() -> Path | None:
 
 
 def _remove_torn(directory: Path) -> None:
-    """Remove functions without a file for their last access, which a killed process left; they
-    would prevent JAX from writing further functions."""
+    """Remove cached functions that have no file with their access time, because a process was
+    killed. Such functions would prevent JAX from writing further functions."""
     with (
         contextlib.suppress(OSError, filelock.Timeout),
         filelock.FileLock(directory / ".lockfile", timeout=10),
@@ -197,8 +197,8 @@ def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, 
     With `deterministic`, an accelerator computes identical bits in every run; a CPU always does. On
     a CPU, Eigen computes float32 products instead of YNNPACK, because YNNPACK's batched products
     (attention) use only one of two cores. YNNPACK still computes sums and maxima, because XLA's
-    versions process one number at a time. It also computes bfloat16 products, because only YNNPACK
-    uses the processor's bfloat16 instructions.
+    versions process one number at a time. YNNPACK also computes bfloat16 products, because Eigen
+    does not use the processor's bfloat16 instructions.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":

@@ -53,7 +53,8 @@ Network = Sequence[Dense]
 class Tokens(NamedTuple):
     """Tokens `[B, N, D]` at the start of a pass; they are identical for all choices at `block`.
 
-    If `block` is L, the number of blocks, they are the final tokens, reduced to the CLS token.
+    If `block` is L, the number of blocks, the tokens are the output of the last block: only the CLS
+    token, if there is one.
     """
 
     block: int
@@ -128,7 +129,7 @@ class Setup(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The learners, the learner of the head, and the loss of each step after training."""
+    """Result of training: the learners, the learner of the head, and the loss of each step."""
 
     learners: dict[Place, Any]
     head: Any
@@ -176,8 +177,8 @@ class Executor(abc.ABC):
         splits = [nnx.split(block) for block in vit.blocks]
         placed = {id(leaf): layout.replicate(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # Matrices of a block are only operands of products, so they are rounded once instead of in
-        # every call.
+        # Matrices of a block are only operands of products, so they are rounded to the operand type
+        # once instead of in every call.
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
             tuple(
@@ -244,8 +245,8 @@ class Executor(abc.ABC):
         return len(self.blocks)
 
     def on(self, place: int) -> "Executor":
-        """Return a copy of the executor for one of this process's devices. It shares the replicated
-        arrays but compiles its own functions."""
+        """Return a copy of the executor for device number `place` of the layout. The copy shares
+        the replicated arrays but compiles its own functions."""
         if place not in self._on:
             one = self._on[place] = copy.copy(self)
             one.layout = Layout([self.layout.devices[place]])
@@ -339,7 +340,8 @@ class Executor(abc.ABC):
     def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
         """Run a network forward from `tokens` to the tokens of block `until`."""
         begin, values = self.resolve(tokens)
-        # The sums are unused. The mask keeps its type so that no second function is compiled.
+        # The sums are not used. The mask has the same type as in `walk`, so that no second function
+        # is compiled.
         mask = self.put(np.zeros(values.shape[0], np.float32))
         return Tokens(until, self._forward(network[begin:until], begin, until, values, mask)[0])
 
@@ -360,12 +362,12 @@ class Executor(abc.ABC):
         rates: Sequence[float],
         setup: Setup,
     ) -> Trained:
-        """Train one step per architecture; `learners` contains the learners of all their Adapt and
-        New ops.
+        """Train one step per architecture; `learners` contains the learners of all Adapt and New
+        ops in `architectures`.
 
         Learners that are not in the architecture of a step stay unchanged in that step. If the loss
-        or a gradient is non-finite, the returned loss is NaN and all learners stay unchanged.
-        Blocks before the tokens of a batch are ignored.
+        or a gradient is non-finite, the returned loss is NaN and all learners stay unchanged. Ops
+        of blocks before the tokens of a batch are ignored.
         """
         learners = dict(learners)
         losses = []
@@ -420,7 +422,7 @@ class Executor(abc.ABC):
 
     def backward_end(self, block: int) -> int:
         """Return the block at which the backward pass ends if `block` is the first block with a
-        learner. It can be an earlier block."""
+        learner. In `scan`, the backward pass can end at an earlier block."""
         return block
 
     def function_keys(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:

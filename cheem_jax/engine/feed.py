@@ -2,8 +2,8 @@
 
 Without augmentation, the results of the leading frozen blocks are identical in every epoch. In a
 supernet these are the tokens of block 0; in fine-tuning, the tokens of the first block that learns.
-They are cached if they fit a memory budget. Augmented images differ in every epoch, so their steps
-start with images on the host.
+These tokens are cached if they fit a memory budget. Augmented images differ in every epoch, so
+steps with augmentation start with images on the host.
 """
 
 import functools
@@ -92,9 +92,9 @@ class Subset(Feed):
 class Cached(Feed):
     """Cached tokens `[N, ...]` of one block, or uint8 images if `block` is None.
 
-    An accelerator caches them in its memory: it gathers each batch by row number, and the compiled
-    function normalises images. A CPU caches tokens as NumPy arrays, because NumPy gathers rows
-    without a compiled function; it does not cache images.
+    On an accelerator, the values are in device memory: the device gathers each batch by row number,
+    and the compiled function normalises images. On a CPU, tokens are NumPy arrays, because NumPy
+    gathers rows without a compiled function; images are not cached.
     """
 
     def __init__(self, layout: Layout, block: int | None, values: np.ndarray | jax.Array):
@@ -258,8 +258,8 @@ def memory_budget(gigabytes: float | None) -> int:
     memory = statistics.get("bytes_limit")
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # All processes must cache the same data sets. The unit is MiB, because JAX's integers have 32
-    # bits.
+    # All processes must cache the same data sets, so the smallest budget counts. The unit is MiB,
+    # because JAX's integers have 32 bits.
     return hosts.smallest(int(memory) // 4 >> 20) << 20
 
 

@@ -31,7 +31,7 @@ SHUTDOWN_SECONDS = 15
 includes this process."""
 SECONDS_TO_LEAVE = 2
 """Seconds that the first process waits after a failure, so that other processes with the same
-failure can end in order."""
+failure can report it before JAX ends them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,8 @@ def fetch(tree: Any) -> Any:
 
 
 def together(work: Callable[[], Any]) -> Any:
-    """Call `work` in each process and wait for all; if one fails, all processes raise an error.
+    """Call `work` in each process and wait for all; if it fails in one process, all processes raise
+    an error.
 
     Use it for work that can fail in a single process, such as reading a file. Otherwise, the other
     processes would wait for that process forever.
@@ -223,9 +224,10 @@ def together(work: Callable[[], Any]) -> Any:
 
 
 def run_on_first(work: Callable[[], Any]) -> None:
-    """Call `work` in the first process while the others wait; afterwards, they can read its files.
+    """Call `work` in the first process while the others wait; afterwards, they can read the files
+    that it wrote.
 
-    If it fails, all processes raise an error.
+    If `work` fails, all processes raise an error.
     """
     together(lambda: work() if is_first() else None)
 
@@ -241,7 +243,8 @@ def in_order(work: Callable[[], Any]) -> Any:
 def agree_to_stop(stop: Stop) -> bool:
     """Return whether any process was asked to stop. If so, all processes stop."""
     if number := largest(stop.signal_number or 0):
-        # not reset to None otherwise, because a signal can arrive in between
+        # there is no `else`, because resetting the number could delete a signal that has just
+        # arrived
         stop.signal_number = number
     return bool(number)
 
@@ -280,7 +283,8 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _wait_for_coordinator(host: str, port: int, seconds: float) -> None:
-    """Wait until the coordinator listens. JAX's own wait would abort the process at its end."""
+    """Wait until the coordinator listens. If JAX waited instead, it would abort the process after
+    the timeout."""
     deadline = time.monotonic() + seconds
     reason = "no answer"
     while time.monotonic() < deadline:

@@ -69,7 +69,7 @@ class Inference:
         self._blocks = reads.blocks(executor.num_blocks)
         self._until = reads.until(executor.num_blocks)
         # The base network stops at the last block that the router reads. Task networks that are
-        # identical to it up to that block continue there.
+        # identical to the base network up to that block continue there.
         base_codes = [step.code for step in base]
         self.differences = [
             min(shared_prefix(base_codes, codes), self._until) for codes in networks.codes

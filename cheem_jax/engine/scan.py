@@ -3,7 +3,7 @@
 If the host's dispatches limit the speed (a small backbone on a large accelerator), calls with many
 training steps save the most time. The architectures of the steps are sampled beforehand. Their
 parameters are stacked in tables with one slot per step, so the function depends on the number of
-steps per call and not on the size of the pool. Every block computes one dense expert: the expert in
+steps per call and not on the size of the pool. Every block applies one dense expert: the expert in
 its slot (plus the change by Adapt), the expert of New, or zeros for Skip. The function does not
 branch, so the device never waits for the host. A disadvantage is that only the number of leading
 blocks without learners is static: all later blocks store residuals for their gradients, even if an
@@ -40,8 +40,8 @@ from cheem_jax.engine.executor import (
 
 NEW = Choice("new")
 NUM_STARTS = 4
-"""Number of blocks at which a backward pass can end, evenly spaced. Each of them has a separate
-compiled function."""
+"""Number of evenly spaced blocks at which a backward pass can end. Each of these blocks has a
+separate compiled function."""
 
 
 class Tables(NamedTuple):
@@ -58,7 +58,7 @@ class Tables(NamedTuple):
 
 class Calls(NamedTuple):
     """Inputs of K steps: slots and op kinds per block, data, learning rates, and whether a step
-    counts (otherwise it fills the call)."""
+    counts or only fills the call."""
 
     slots: Int[np.ndarray, "K blocks"]
     adapts: Bool[np.ndarray, "K learning"]
@@ -115,11 +115,12 @@ class Scan(Executor):
     def _train_call(
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
-        """Train up to `steps_per_call` steps; steps that do not count fill the call.
+        """Train up to `steps_per_call` steps. If there are fewer, the call is filled with steps
+        that do not count.
 
-        The backward pass ends at the first block with a learner, rounded down, even if these
-        architectures do not use that learner. A supernet soon has a learner at its first block;
-        after that, all of its steps use the same function.
+        The backward pass ends at the first block with a learner, rounded down, even if the
+        architectures of these steps do not use that learner. A supernet soon has a learner at its
+        first block; after that, all of its steps use the same function.
         """
         size = self.steps_per_call
         num = len(plan)
@@ -347,7 +348,8 @@ def _in_slots(tree: Any, slots: Int[ArrayLike, "n"]) -> Any:
 
 
 def _where(flags: Any, new: Any, old: Any) -> Any:
-    """Select `new` where the flag is set, and `old` elsewhere; flags belong to the leading axes."""
+    """Select `new` where the flag is set, and `old` elsewhere; `flags` has the leading axes of the
+    leaves."""
 
     def select(a, b):
         return jnp.where(flags.reshape(flags.shape + (1,) * (b.ndim - flags.ndim)), a, b)
@@ -356,6 +358,6 @@ def _where(flags: Any, new: Any, old: Any) -> Any:
 
 
 def _masked(flags: Any, tree: Any) -> Any:
-    """Replace values, including NaN, by zeros where the flag is not set; flags belong to the
-    leading axes."""
+    """Replace values, including NaN, by zeros where the flag is not set; `flags` has the leading
+    axes of the leaves."""
     return _where(flags, tree, jax.tree.map(jnp.zeros_like, tree))

@@ -2,7 +2,7 @@
 validation images.
 
 Splitting each batch over the devices instead would need a sum over devices at every block.
-Candidates with a common prefix are evaluated on the same device, so the prefix still runs once
+Candidates that share a prefix are evaluated on the same device, so the prefix still runs once
 (`Stages.walk`).
 """
 
@@ -116,9 +116,9 @@ def _on_devices(
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
     """Divide the networks into `num` groups with nearly equal FLOPs, in the order of `walk`. Return
-    their indices.
+    the indices of the networks in each group.
 
-    A group is a range of this order, so networks with a common prefix tend to be in the same group.
+    A group is a range of this order, so networks that share a prefix tend to be in the same group.
     The FLOPs of the largest group are as low as possible for such ranges.
     """
     order = sorted(range(len(networks)), key=lambda i: _codes(networks[i]))

@@ -42,7 +42,7 @@ from cheem_jax.engine.executor import (
 
 
 class Stages(Executor):
-    """Executor for devices that dispatch a function in much less time than they run it."""
+    """Executor for devices on which dispatching a function takes much less time than running it."""
 
     name = "stages"
     composes = True
@@ -216,7 +216,7 @@ class Stages(Executor):
         return values, sums
 
     def _enter_next(self, block: int, x: jax.Array) -> jax.Array:
-        # For attn_proj, different choices at a block already have different first tokens.
+        # for attn_proj, `Block.enter` returns its input
         if block == self.num_blocks or self.placement == "attn_proj":
             return x
         return self._enter(self.blocks[block], x, outputs=self.outputs[block])
@@ -240,8 +240,8 @@ class Stages(Executor):
 )
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """The leaves of a stage's linearisation without the stage's arguments, which `jit` would copy
-    to return them."""
+    """The leaves of a stage's linearisation. The stage's arguments are left out, because `jit`
+    would copy them."""
 
     stored: list[jax.Array]
     places: tuple[int | None, ...]
@@ -270,8 +270,8 @@ def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Res
 
 @dataclasses.dataclass
 class Start:
-    """Values that all choices at a block share: its first tokens `z`, and the plastic layer's input
-    `u`, which is computed when a choice first needs it."""
+    """Values that all choices at a block share: the tokens `z` at its start, and the plastic
+    layer's input `u`, which is computed when a choice first needs it."""
 
     z: jax.Array
     u: jax.Array | None = None
