@@ -1,9 +1,9 @@
 """Accuracy of a linear head on fixed features: ridge regression with exact leave-one-out
 predictions in closed form.
 
-The supernet's head is trained for all sampled architectures, and its accuracy hardly ranks them.
-The functions of this module score each architecture by the best ridge head on its features, without
-gradient steps.
+The supernet has one head for all sampled architectures, and the accuracy of this head ranks
+architectures poorly. The functions of this module score each architecture by the best ridge head on
+its features, without gradient steps.
 """
 
 import functools
@@ -43,7 +43,7 @@ class HeadFit(NamedTuple):
     left_out: Int[Array, ""]
     """Number of fitted images with a correct leave-one-out prediction."""
     held_out: Int[Array, ""]
-    """Number of other labelled images with a correct prediction."""
+    """Number of correctly predicted images that the head is not fitted to."""
     penalty: Float[Array, ""]
 
 
@@ -68,9 +68,10 @@ def fit_head(
         num_outputs: `num_classes` padded to a power of two, so that tasks share compiled functions.
 
     If more than one penalty has the best accuracy, the largest of them is selected. All
-    leave-one-out predictions follow from one fit: for an image with leverage h, the residual of the
-    fit without the image is its residual divided by 1 - h. The intercept is fitted without the
-    image too; mean and scale of the features are computed from all fitted images.
+    leave-one-out predictions follow from one fit to all images: without an image of leverage h, the
+    residual of that image would be its residual in this fit divided by 1 - h. The intercept is
+    fitted without the image too; mean and scale of the features are computed from all fitted
+    images.
     """
     with jax.default_matmul_precision("highest"):
         mask = fitted[:, None].astype(jnp.float32)
@@ -91,15 +92,15 @@ def fit_head(
             shrunk = jnp.maximum(eigenvalues, 0.0) + penalty * num
             answers = z @ (moments / shrunk[:, None]) + share
             leverage = 1 / num + (z * z / shrunk).sum(1)
-            # fitted images: y - r / (1 - h), predicted without the image; other images: the full
-            # fit
+            # A fitted image is predicted by a fit without this image: y - r / (1 - h). Other images
+            # are predicted by the full fit.
             alone = y - (y - answers) / jnp.maximum(1 - leverage, 1e-6)[:, None]
             logits = jnp.where(fitted[:, None], alone, answers)
             logits = jnp.where(jnp.arange(num_outputs) < num_classes, logits, -jnp.inf)
             is_right = (logits.argmax(1) == labels) & jnp.isfinite(features).all()
             return (is_right & fitted).sum(), (is_right & ~fitted).sum()
 
-        # `argmax` returns the first maximum, so the largest penalty is first
+        # largest first, because `argmax` returns the first maximum
         penalties = jnp.asarray(sorted(PENALTIES, reverse=True), jnp.float32)
         left_out, held_out = jax.lax.map(right, penalties)
         best = left_out.argmax()
@@ -166,7 +167,8 @@ def start_with_ridge_head(
 def frozen_features(
     executor: Executor, frozen: FrozenFeatures, split: Split, feed: Feed, batch_size: int
 ) -> Float[np.ndarray, "N D"]:
-    """Compute the frozen backbone's features of a split, or return those that the router has."""
+    """Compute the frozen backbone's features of a split. If the router reads the same features, its
+    cache is used."""
     if frozen.ends(executor):
         return frozen(split.images)
     networks = [base_network(executor)]
@@ -190,8 +192,8 @@ class HeadComparison(NamedTuple):
     correct: Sequence[float]
     """Number of correct predictions on the validation images."""
     log_probability: Sequence[float]
-    """Mean log-probability of the true class, each with the temperature fitted to the same
-    images."""
+    """Mean log-probability of the true class on the validation images, after the temperature of
+    each head was fitted to them."""
 
     @property
     def is_frozen_better(self) -> bool:

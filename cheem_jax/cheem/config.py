@@ -146,7 +146,7 @@ class CheemConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheemLiteConfig(CheemConfig):
-    """CHEEM with a lighter network that infers the task ID, the run's router.
+    """CHEEM whose router is a network that is lighter than the backbone.
 
     The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves the FLOPs
     (table on CHEEM-lite). Only the router's features and centroids differ from CHEEM.
@@ -192,8 +192,8 @@ data (docs/search.md).
 
 The supernet trains for fewer epochs and the target network for more. The search scores fewer
 candidates, with closed-form heads. New is initialised as a copy and has a lower learning rate.
-These settings were measured only with the budget of `quick`, so `cheem_plus` changes only the
-router.
+These settings were measured only with the budget of `quick`. The preset `cheem_plus`, which has the
+budget of `paper`, therefore changes only the router.
 """
 
 Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]

@@ -43,16 +43,16 @@ def eliminate(
     on_scored: Callable[[Eliminated], object] = lambda eliminated: None,
     earlier: Eliminated | None = None,
 ) -> tuple[Int[np.ndarray, "L"], Eliminated]:
-    """Replace genes of the anchor as long as the network stays within `standard_errors` of it.
+    """Replace genes of the anchor as long as the validation loss does not increase significantly.
 
-    First, each single change of the anchor is scored alone. Then the changes are accepted one after
-    another, in the order of their mean loss alone. A network is accepted if the mean of its loss
-    minus the anchor's, image by image, is at most `standard_errors` times the standard error of
+    First, each change of one gene is scored alone. Then the changes are tried one after another, in
+    the order of these mean losses. A network is accepted if the mean over images of the difference
+    between its loss and the anchor's loss is at most `standard_errors` times the standard error of
     that mean. Most of the noise of a small validation set cancels in these differences. A block can
-    change more than once, but only to a change that is later in its list.
+    change more than once, but only to a candidate that is later in its list in `changes`.
 
-    Returns the genome of the last accepted network, and everything that was scored. Raises
-    ValueError if the anchor's loss is non-finite. A network with a non-finite loss is not accepted.
+    Returns the genome of the last accepted network, and all scored networks. Raises ValueError if
+    the anchor's loss is non-finite. A network with a non-finite loss is not accepted.
 
     Args:
         score: maps genomes `[P, L]` to losses on the same N images.

@@ -300,13 +300,14 @@ class ExpertMemory:
 
     def distances(self, images: Images) -> Float[np.ndarray, "N T"]:
         """Compute the L1 distance from each image to the nearest centroid (or class mean) of each
-        task, by which a memory rejects images of no task. Later tasks do not change it."""
+        task. A memory rejects images of no known task by this distance, which later tasks do not
+        change."""
         centroids = [task.centroids for task in self.memory.tasks]
         return centroid_distances(self.features(images), centroids)
 
     def _classes(self, task: TaskMemory, images: Images, *, shares: bool) -> Int[np.ndarray, "N"]:
-        """Predict the classes of images with a task's network. If it `shares` its forward pass with
-        the router, the router's features are cached."""
+        """Predict the classes of images with a task's network. If `shares` is true, the router's
+        features are computed in the same pass, if possible, and cached."""
         networks = [task_network(self.dense, task.experts)]
         shares = shares and not self.needs_task_id and self.features.ends(self.executor)
         if shares and not self.features.has(images):
@@ -325,8 +326,8 @@ class ExpertMemory:
         return classes
 
     def save(self, root: Path) -> None:
-        """Save the last task and its experts, and replace the memory by the saved bytes read
-        back."""
+        """Save the last task and its experts, and replace both by the content of the saved
+        files."""
         directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.rank)
         self.memory = self._placed(with_task(self._before, directory))
 

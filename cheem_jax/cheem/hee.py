@@ -147,13 +147,13 @@ class Anchor(NamedTuple):
 
 
 ADAPT, SKIP = 0.85, 0.1
-"""Probabilities of an anchored table."""
+"""Probabilities of Adapt and Skip in an anchored table."""
 
 
 def anchored(exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]) -> Anchor:
     """Make the anchor that adapts, in each block, the expert that exploitation samples most.
 
-    Each block can change to Reuse of that expert, Reuse of the base expert, and Skip.
+    Each block can change to Reuse of that expert, to Reuse of the base expert, or to Skip.
     """
     genome = []
     changes = []

@@ -78,7 +78,7 @@ class SamplingTables(NamedTuple):
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
     anchor: Anchor | None = None
-    """Start of backward elimination; `exploit` is its table."""
+    """Start of backward elimination; if set, `exploit` is the table of this anchor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Cheem(ExpertMemory):
     """CHEEM as a continual learner with one frozen backbone.
 
     `base_means` are the mean CLS tokens mu of the base task `[L, D]` for this placement, token
-    position and image size; None makes the base task's similarity neutral. `features` computes the
+    position and image size; None sets the similarity to the base task to 0. `features` computes the
     router's features, with the same backbone or a lighter network.
     """
 
@@ -191,7 +191,7 @@ class Cheem(ExpertMemory):
         budget = Budget(self.executor.budget)
         train, val = feed_splits(self.executor, task, session, budget, self.batch_size)
         underway = Underway.resume(session.saved)
-        session.saved = None  # its arrays would stay in memory during the training
+        session.saved = None  # the saved arrays would stay in memory during training
         return Learning(
             self.memory.next_number,
             task,
@@ -287,7 +287,7 @@ class Cheem(ExpertMemory):
         """Train the target network stand-alone, as a supernet that samples only this architecture.
 
         `trained` is the trained supernet; it is used only if the fine-tuning weights are inherited.
-        Without one, they are initialised.
+        Without a trained supernet, they are initialised.
         """
         config = self.config
         supernet = self._supernet(learning, Phase.FINETUNE_INIT)
@@ -321,8 +321,8 @@ class Cheem(ExpertMemory):
     def finished_means(
         self, learning: Learning, finished: SupernetFit, network: Network
     ) -> TokenMeans:
-        """Compute the mean CLS tokens mu of the target network over the training images, and their
-        features."""
+        """Compute the mean CLS tokens mu of the target network over the training images, and the
+        features of these images."""
         num = len(learning.task.train.labels)
         with (
             learning.session.phase("finetune"),
@@ -338,9 +338,9 @@ class Cheem(ExpertMemory):
             )
 
     def calibrate(self, learning: Learning, features: Float[np.ndarray, "N D"]) -> None:
-        """Store more of the new task; nothing by default.
+        """Do nothing; subclasses can store further statistics of the new task.
 
-        `features` are those of its network for the training images.
+        `features` are the features of the training images in the task's network.
         """
 
     def bytes_needed(self, task: Task) -> int:
@@ -436,7 +436,8 @@ def search_backward(
     """
     underway = learning.underway
     labels = learning.task.val.labels
-    # the networks that are scored after the single changes are not known in advance
+    # networks that are scored after the single changes are not counted: their number is not known
+    # in advance
     total = len(labels) * (1 + sum(map(len, anchor.changes)))
     with learning.session.phase("search", total, underway.saved) as advance:
 
@@ -531,8 +532,8 @@ def earlier_means(
     """Compute the mean CLS tokens mu of the task's images with the base network and with each
     earlier task's network. Skipped blocks are 0.
 
-    One pass computes networks of at most `limit` bytes of experts. If the base network's features
-    are `frozen`'s, they are stored there.
+    One pass runs several networks, whose experts have at most `limit` bytes. If the router reads
+    the features of the base network, they are stored in `frozen`.
     """
     task = learning.task
     experts, earlier = learning.candidates.experts, learning.candidates.earlier
@@ -556,10 +557,10 @@ def similarity_to(
     means: Float[np.ndarray, "E L D"],
     earlier: Sequence[Sequence[int | None]],
 ) -> Float[np.ndarray, "E L"]:
-    """Compute S from `means`, mu of the new task by every earlier network, and from mu of the base
-    task and the `stored` ones of earlier tasks.
+    """Compute S from mean CLS tokens mu: `means` of the new task's images in each earlier network,
+    `base_means` of the base task, and `stored` of each earlier task's own images in its network.
 
-    S is 0 for a base task without means, and NaN in blocks that an earlier task skips.
+    S is 0 for the base task if `base_means` is None, and NaN in blocks that an earlier task skips.
     """
     base = np.zeros_like(means[0]) if base_means is None else base_means
     present = np.array([[expert is not None for expert in experts] for experts in earlier])
@@ -583,7 +584,7 @@ def sampling_tables(
 
 
 def num_scored(config: CheemConfig, task: Task) -> int:
-    """Count the training images that the score uses: none for the supernet's own head."""
+    """Count the training images that the score uses: 0 if the supernet's head scores candidates."""
     num = len(task.train.labels)
     return 0 if config.score == "shared_head" else min(config.score_images or num, num)
 
@@ -594,7 +595,8 @@ def phase_report(
     trained: SupernetFit,
     finished: SupernetFit,
 ) -> dict[str, Any]:
-    """Report the similarity, the losses of both trainings, and steps and images left out."""
+    """Report the similarity, the losses of both training stages, the number of skipped steps, and
+    the values that were not cached."""
     return {
         "similarity": [
             [None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity
@@ -704,7 +706,8 @@ def expected_seconds(
     if underway.searched is not None:
         generations -= underway.searched.generations
     networks = config.search.population * generations
-    if config.sampling == "anchored":  # Reuse and Skip of each block, alone and accepted
+    # Reuse and Skip of each block are scored alone, and again after earlier changes
+    if config.sampling == "anchored":
         networks = 4 * executor.num_blocks
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
     seconds = passes * _fastest(one_pass, 4) / len(rows)

@@ -143,8 +143,8 @@ def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]
     """Open the tasks of a corrupted memory that still predict as before.
 
     Returns a memory with these tasks, and the error for each lost task, keyed by directory name. A
-    task that uses an expert of a corrupted task is lost too. The returned memory can only predict
-    because its pool has gaps.
+    task that uses an expert of a corrupted task is lost too. The pool of the returned memory has
+    gaps, so the memory can predict but not learn.
     """
     blocks = [list(block) for block in pool]
     tasks = list[TaskMemory]()

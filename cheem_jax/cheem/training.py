@@ -59,8 +59,8 @@ def train_step(
 
     Returns the next state, and the mean loss before the update. `step` is a batch from `make_step`,
     and `rate` is Adam's learning rate. Ops outside of `architecture` keep their parameters, moments
-    and step count. Its Adapt and New are initialised if they were never sampled. If the loss or a
-    gradient is non-finite, the returned loss is NaN and no parameter changes.
+    and step count. Adapt and New ops of `architecture` are initialised if they were never sampled.
+    If the loss or a gradient is non-finite, the returned loss is NaN and no parameter changes.
     """
     state, (loss,) = train_steps(executor, supernet, state, [architecture], [step], rates=[rate])
     return state, loss
@@ -212,12 +212,12 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     new = Choice("new")
     reuse = Choice("reuse", 0)
     skip = Choice("skip")
-    # (first op, middle ops, last op): each op kind follows a learnable op, and each learnable op is
-    # first once
+    # (first op, middle ops, last op): the patterns contain each op kind after a learnable op, and
+    # each learnable op as the first one that learns
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
     if not executor.composes:
-        # all patterns share one compiled function, or each pattern needs a separate one
+        # the executor compiles one function for all patterns, or a separate one for each pattern
         patterns = patterns[:1]
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
@@ -342,7 +342,7 @@ def head_losses(
         logits = compute_logits(features, head).astype(np.float64)
         values = -log_softmax(logits, axis=-1)[:, np.arange(len(labels)), labels]
         return elimination.Losses(
-            # the memory layout decides the order in which NumPy adds numbers
+            # NumPy adds numbers in an order that depends on the memory layout
             np.ascontiguousarray(values),
             logits.argmax(axis=-1) == labels,
         )
