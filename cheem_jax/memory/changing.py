@@ -85,9 +85,9 @@ def learn_tasks(
 ) -> Iterator[MemoryState]:
     """Learn all tasks that the memory has not learned yet; yield the state after each task.
 
-    With `extend`, the images of the only task extend the learned task of this name. With `discard`,
-    an interrupted task is discarded. Raises ValueError if a name belongs to other data, or if
-    another task is interrupted.
+    `extend` is the name of a learned task, which is extended by the images of the only task in
+    `tasks`. With `discard`, an interrupted task is discarded. Raises ValueError if a name belongs
+    to other data, or if another task is interrupted.
     """
     session.checkpoints = state.root.parent
     hashes = {task.name: fingerprint_data(task) for task in tasks}
@@ -236,7 +236,7 @@ def measure(
     """Add the missing evaluations to the record, one after each task; `tasks` contain the test
     images."""
     evaluated = {entry["index"] for entry in read(state.directory) if entry["event"] == "evaluated"}
-    # The data of an extension can have no test images.
+    # The data of an extension can lack test images; the validation images replace them.
     available = {
         task.name: task if len(task.test.labels) else dataclasses.replace(task, test=task.val)
         for task in tasks

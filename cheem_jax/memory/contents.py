@@ -68,7 +68,7 @@ class MemoryConfig:
     replaced: tuple[int, ...] = ()
     """Former numbers of extended tasks; each extension assigns a new number to the task."""
     extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Extensions of each task, each with the fingerprint of its data and the numbers of training
+    """Extensions of each extended task: the fingerprint of the data, and the numbers of training
     images and classes."""
 
 

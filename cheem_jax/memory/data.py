@@ -87,8 +87,8 @@ def decode(
 
 
 def list_images(path: Path) -> tuple[list[str], list[str]]:
-    """List the images in a folder and its subfolders, with notes on other files; an image file is
-    the only item of its list.
+    """List the images in a folder and its subfolders, with notes on other files. If `path` is a
+    file, it is the only item of the list.
 
     Raises ValueError if the folder contains no images.
     """

@@ -9,8 +9,8 @@
     evaluated.json                  latest accuracies, measured by `cheem evaluate`
 
 Learning a task adds a directory. Forgetting or extending a task writes a new generation next to the
-old generation, and then marks the new one as valid in `config.json`. If a process is killed, the
-next process that writes removes its unfinished files.
+old generation, and then marks the new one as valid in `config.json`. The
+unfinished files of a killed process are removed by the next process that writes.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def write_config(directory: Path, config: MemoryConfig) -> None:
 def write_generation(
     directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory
 ) -> None:
-    """Write the checkpoints of the next generation. Changing `config.json` then makes it valid.
+    """Write the checkpoints of the next generation. Changing `config.json` then makes them valid.
 
     Unchanged tasks share their files with the previous generation.
     """

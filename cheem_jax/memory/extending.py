@@ -1,9 +1,9 @@
 """Class statistics and candidates for extending a task.
 
 The statistics of a task are the number of images and the mean feature of each class (`counts`,
-`means`), and one within-class `covariance` for all classes. The features are those of the network
-of the task. Images of earlier classes are not stored, so samples from normal distributions replace
-them.
+`means`), and one within-class `covariance` for all classes. The features are computed by the
+network of the task. Images of earlier classes are not stored, so samples from normal distributions
+replace these images.
 """
 
 import dataclasses
@@ -28,11 +28,12 @@ from cheem_jax.data.task import Split, Task, composed, spelled_as
 
 Statistics = Mapping[str, np.ndarray]
 SAMPLES = 20_000
-"""Samples over all classes of a task, at least 10 and at most 200 of each class."""
+"""Number of samples over all classes of a task, at least 10 and at most 200 of each class."""
 MOVE_PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)
 """Ridge penalties, per image, of the map between the features of two networks."""
 SHRINKAGE = 0.1
-"""Share of a multiple of the identity in the covariance of a discriminant head."""
+"""Fraction of the covariance of a discriminant head that is replaced by a multiple of the
+identity."""
 
 
 def label_among(learned: Sequence[str], task: Task) -> Task:
@@ -65,7 +66,7 @@ def label_among(learned: Sequence[str], task: Task) -> Task:
 def absent_classes(task: Task, learned: TaskMemory) -> list[str]:
     """List the learned classes without a new image.
 
-    Raises ValueError if the task has no statistics that could replace their images.
+    Raises ValueError if there are such classes, but no statistics that could replace their images.
     """
     present = set(task.train.labels.tolist())
     absent = [name for label, name in enumerate(learned.classes) if label not in present]
@@ -82,8 +83,8 @@ def outnumbers(task: Task, learned: TaskMemory, num_before: int) -> bool:
     """Return whether fine-tuning is a candidate for an extension.
 
     The new images have to contain every learned class, and their number has to be at least
-    `num_before`. For a task without statistics, fine-tuning is the only way to add classes, so that
-    any number of images is sufficient.
+    `num_before`. For a task without statistics, fine-tuning is the only way to add classes, so any
+    number of images is sufficient.
     """
     if absent_classes(task, learned):
         return False
@@ -139,7 +140,8 @@ def move_samples(
 ) -> Float[np.ndarray, "S D"]:
     """Map samples from one network's features to another's.
 
-    The map is a ridge regression, fitted to the difference of both networks on the same images.
+    The map is a ridge regression, fitted to the difference between the features of both networks on
+    the same images.
     """
     from sklearn.linear_model import RidgeCV  # here, because importing it is slow
 
@@ -157,12 +159,12 @@ def new_temperature(
 ) -> float:
     """Fit the temperature of a new head on the same network.
 
-    Returns the geometric mean of two temperatures whose errors have opposite signs. With the first,
-    samples of the earlier classes have the same mean log-probability as with the task's head and
-    temperature, which were fitted to validation images. It is too low if many classes are new:
-    samples are easier than images, and new classes lower the log-probability of the earlier ones.
-    The second is fitted to the new validation images. It is too high, because the network has not
-    learned their classes.
+    Returns the geometric mean of two temperatures whose errors have opposite signs. With the first
+    temperature, samples of the earlier classes have the same mean log-probability as with the
+    task's head and temperature, which were fitted to validation images. The first temperature is
+    too low if many classes are new: samples are easier than images, and new classes lower the
+    log-probability of the earlier ones. The second temperature is fitted to the new validation
+    images. It is too high, because the network has not learned the classes of these images.
     """
     wanted = log_probability(compute_logits(samples, task.head) / task.temperature, labels)
     logits = compute_logits(samples, head)
@@ -178,7 +180,8 @@ def new_temperature(
 def class_statistics(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
 ) -> dict[str, np.ndarray]:
-    """Count of images and mean feature per class (zeros without images), and the covariance."""
+    """Compute the number of images and the mean feature per class (zeros without images), and the
+    covariance."""
     points = features.astype(np.float64)
     counts = np.bincount(labels, minlength=num_classes)
     means = np.zeros((num_classes, points.shape[1]))
@@ -193,7 +196,7 @@ def class_statistics(
 
 
 def add_statistics(old: Statistics, new: Statistics) -> dict[str, np.ndarray]:
-    """Statistics of old and new images together, in the same features.
+    """Combine the statistics of old and new images, computed from the features of one network.
 
     `new` can have more classes, after those of `old`.
     """
@@ -215,8 +218,7 @@ def add_statistics(old: Statistics, new: Statistics) -> dict[str, np.ndarray]:
 def add_router_statistics(
     old: TaskStatistics, new: TaskStatistics, labels: Int[np.ndarray, "N"], num_classes: int
 ) -> TaskStatistics:
-    """Statistics of the router for old and new images together; `labels` are those of the new
-    images.
+    """Combine the router's statistics of old and new images; `labels` are those of the new images.
 
     For `lda`, the result equals the statistics of all images at once. For `kmeans`, the centroids
     of the new images are appended.
@@ -245,7 +247,8 @@ def add_router_statistics(
 def mix_quantiles(
     old: Float[np.ndarray, "Q"], new: Float[np.ndarray, "Q"], share: float
 ) -> Float[np.ndarray, "Q"]:
-    """Quantiles of a mixture of two sets of distances with weights `share` and 1 - `share`."""
+    """Compute the quantiles of a mixture of two sets of distances with weights `share` and 1 -
+    `share`."""
     weights = np.repeat([share, 1 - share], NUM_QUANTILES)
     steps = np.linspace(0, 1, NUM_QUANTILES)
     mixed = np.quantile(np.concatenate([old, new]), steps, weights=weights, method="inverted_cdf")
@@ -255,8 +258,9 @@ def mix_quantiles(
 def discriminant_head(statistics: Statistics, old: Head) -> Head:
     """Compute a head by linear discriminant analysis with one covariance for all classes.
 
-    It predicts the class of the nearest mean by Mahalanobis distance. Its logits are scaled to
-    those of the old head, which has the first of the classes, so that probabilities stay similar.
+    It predicts the class of the nearest mean by Mahalanobis distance. Its weights are scaled to the
+    norm of the old head's weights, so that probabilities stay similar. The classes of the old head
+    come first.
     """
     whitening = whitening_matrix(unpacked(statistics["covariance"]), SHRINKAGE)
     means = statistics["means"].astype(np.float64)
@@ -266,6 +270,6 @@ def discriminant_head(statistics: Statistics, old: Head) -> Head:
         np.linalg.norm(columns - columns.mean(axis=1, keepdims=True))
         for columns in (np.asarray(old.weight), weight[:, : old.bias.shape[0]])
     ]
-    # the columns of a head of one class have no differences
+    # with one class, there are no differences between columns
     scale = norms[0] / norms[1] if min(norms) > 1e-12 else 1.0
     return Head(jnp.asarray(scale * weight, jnp.float32), jnp.asarray(scale * bias, jnp.float32))

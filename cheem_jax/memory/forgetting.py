@@ -35,7 +35,8 @@ class Forgotten:
     numbers: tuple[int, ...] = ()
     """Numbers of the forgotten tasks; they are not reused."""
     removed: tuple[PoolPosition, ...] = ()
-    """Removed experts, including those of tasks forgotten earlier that only these tasks needed."""
+    """Removed experts. Experts of tasks that were forgotten earlier are included if no other task
+    needed them."""
     in_use: tuple[RetainedExpert, ...] = ()
     """Experts that other tasks use; they remain candidates for new tasks."""
     ancestors: tuple[RetainedExpert, ...] = ()

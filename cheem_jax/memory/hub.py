@@ -40,7 +40,8 @@ FILES = re.compile(
 def push(
     directory: str | Path, repository: str, *, license: str | None = None, public: bool = False
 ) -> list[str]:
-    """Replace the memory in the repository `OWNER/NAME` by this one, in a single commit.
+    """Replace the memory in the repository `OWNER/NAME` by the memory in `directory`, in a single
+    commit.
 
     A missing repository is created; it is private unless `public`. Returns the names of the pushed
     files. Raises ValueError for a run or an interrupted task, the errors of `open_memory`, and
@@ -94,8 +95,8 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
     """Download the memory in the repository `OWNER/NAME` into a new or empty folder.
 
     Raises ValueError if the repository does not contain a complete memory, or if its files are too
-    many or too large, and OSError if the hub refuses the request or does not answer. In all cases,
-    nothing is left behind.
+    many or too large, and OSError if the hub refuses the request or does not answer. If an error is
+    raised, nothing is left behind.
     """
     from huggingface_hub import HfApi, hf_hub_download
 

@@ -194,7 +194,7 @@ def extend(
         "num_classes": [len(before.classes), len(task.classes)],
     }
     skipped = [*earlier.get("skipped_images", []), *task.skipped]
-    # The similarities to tasks that were learned in between are unknown.
+    # Similarities to tasks that were learned after this task are unknown.
     unknown = [[None] * len(memory.pool)] * (len(memory.tasks) - index)
     return without_numbers(learner.memory, memory.numbers[index]).memory, {
         **earlier,
@@ -270,7 +270,7 @@ class MemoryLearner(Cheem):
             else choice
             for block, choice in enumerate(before.architecture)
         )
-        # the supernet contains no other architecture
+        # the supernet contains only this architecture
         used = tuple((0, choice.expert) if choice.expert else (0,) for choice in architecture)
         chosen = tuple(
             Choice(choice.kind, None if choice.expert is None else block.index(choice.expert))
@@ -333,7 +333,8 @@ class MemoryLearner(Cheem):
         if best.kind == "network":
             assert tuned is not None
             result = tuned
-            # fine-tuning requires images of every class, so the temperature can be fitted to them
+            # fine-tuning requires images of every class, so the temperature can be fitted to the
+            # new validation images
             temperature = fit_temperature(compute_logits(result.val, best.head), task.val.labels)
         elif best.kind == "head":
             temperature = new_temperature(

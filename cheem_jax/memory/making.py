@@ -171,7 +171,7 @@ def read_base_task(
         raise ValueError(
             f"base_data contains {len(tasks)} tasks, expected one: {[task.name for task in tasks]}"
         )
-    return dataclasses.replace(tasks[0], name=BASE)  # the hash is independent of the folder's name
+    return dataclasses.replace(tasks[0], name=BASE)  # the hash does not depend on the folder's name
 
 
 def with_fallback(config: CheemConfig, preset: str) -> CheemConfig:
@@ -205,7 +205,7 @@ def begin_with(
         source.pretrained, method, source.engine.precision, images=None, progress=Progress()
     ).means_sha256
     # A run that measured the means recorded a hash of its images. The means depend on the hardware,
-    # so any means in the weights are accepted for it.
+    # so such a run accepts any means in the weights.
     is_same = (
         means_sha256 is not None
         if values.get("base_data_sha256")

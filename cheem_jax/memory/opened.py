@@ -59,7 +59,8 @@ class TaskInfo(NamedTuple):
 def predict_images(
     predictor: Predictor, images: ImageInput | Sequence[ImageInput]
 ) -> list[Prediction]:
-    """Predict one or more images; errors name the file, or the position of another image."""
+    """Predict one or more images. An error names the file, or the position of an image that is not
+    a file."""
     if isinstance(images, str | bytes | Path | Image.Image):
         images = [images]
     files = [images] if isinstance(images, np.ndarray) and images.ndim == 3 else list(images)
@@ -190,8 +191,8 @@ class OpenMemory:
         task: str | None = None,
         memory_gb: float | None = None,
     ) -> Predictor:
-        """Return a predictor for decoded images `[N, S, S, 3]`. It is cached, with one predictor
-        for each combination of arguments.
+        """Return a predictor for decoded images `[N, S, S, 3]`. One predictor is cached for each
+        combination of arguments.
 
         Args:
             task: the true task of all images. The router is not used then.

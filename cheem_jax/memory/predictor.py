@@ -32,7 +32,7 @@ class Guess(NamedTuple):
 
 
 class NearTask(NamedTuple):
-    """A task and the router's distance from the image to it."""
+    """A task, and the router's distance between the image and this task."""
 
     task: str
     distance: float
@@ -52,8 +52,8 @@ class Prediction:
     blocks: tuple[str, ...] = ()
     """Op of each block of the task's network, such as `reuse:0`, `adapt:2`, `new`, `skip`."""
     error: str = ""
-    """The reason why the image cannot be read; all other fields are empty then. Empty if it can be
-    read."""
+    """The reason why the image cannot be read; all other fields are empty then. Empty if the image
+    can be read."""
 
     @property
     def label(self) -> str | None:
@@ -104,8 +104,8 @@ class Predictor:
         batch_sizes: numbers of images per call for which functions are compiled.
         top: number of classes per prediction.
         open_set: expected share of a target's own images that are rejected as foreign. The
-            rejection threshold is the corresponding quantile of the validation images. None rejects
-            no image, as in the paper.
+            rejection threshold is the corresponding quantile of the distances of its validation
+            images. None rejects no image, as in the paper.
         upright: whether image files are rotated by their EXIF orientation.
     """
 
@@ -276,8 +276,8 @@ class Predictor:
         return distances[np.arange(len(nearest)), nearest]
 
     def rejection_scores(self, images: Images) -> Float[np.ndarray, "N"]:
-        """Compute the share of the nearest target's validation images that are nearer to it than
-        each image: the score by which `open_set` rejects images.
+        """Compute the score by which `open_set` rejects each image: the share of its nearest
+        target's validation images that are nearer to this target than the image.
 
         Raises ValueError if a target was not calibrated.
         """

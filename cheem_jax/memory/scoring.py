@@ -86,8 +86,8 @@ def score_task(
 
 
 def parts_of(task: Task, split: str, *, is_learned: bool) -> tuple[list[Split], str]:
-    """Return the parts of a task with the images of a split, and their description with `{}` for
-    their number; arguments and errors are those of `score_task`."""
+    """Return the parts of a task with the images of a split, and a description of these images with
+    `{}` in place of their number. Arguments and errors are those of `score_task`."""
     parts = [task.splits[split]]
     text = "the {} " + f"{split} images"
     if split == "test" and "test" in task.cut:
@@ -103,8 +103,8 @@ def parts_of(task: Task, split: str, *, is_learned: bool) -> tuple[list[Split], 
 
 
 class OpenSetScore(NamedTuple):
-    """Separation of images of no known task from images of the memory's tasks, by the score behind
-    `open_set`."""
+    """Metrics of how well the score behind `open_set` separates unknown images from images of the
+    memory's tasks."""
 
     auroc: float
     """Area under the ROC curve, in [0, 1]; 0.5 is chance."""

@@ -123,7 +123,7 @@ class MemoryState:
 
 
 def read_state(directory: Path, pool: Pool) -> MemoryState:
-    """Read the settings and the tasks of the valid generation; `pool` is the backbone's.
+    """Read the settings and the tasks of the valid generation; `pool` is the pool of the backbone.
 
     Raises ValueError with the name of every corrupted or missing task.
     """
