@@ -34,7 +34,8 @@ SCALE = 0.1
 DROPOUT = 0.1
 """Fraction of an adapter's hidden values that dropout sets to 0 in a training step."""
 SGD = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
-"""SGD of the official codes, for the learning rate 1."""
+"""SGD of the official code of EASE, RanPAC and TUNA. Its updates are for the learning rate 1;
+`Fitter` multiplies them by the learning rate."""
 
 
 class Bottleneck(NamedTuple):
@@ -123,8 +124,8 @@ class AdapterBaseline(OneHead, TrainedBaseline):
         return np.asarray(grow_head(key, None, self.vit.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
-        """Report the FLOPs of a pass with adapters and a head of `head` FLOPs; the paper's counter
-        includes neither."""
+        """Report the FLOPs of a pass with adapters and a head of `head` FLOPs; the CHEEM paper
+        counts neither adapters nor heads."""
         vit = self.vit
         rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head

@@ -1,7 +1,7 @@
 """AlexNet as a router's frozen encoder.
 
-CHEEM-lite's centroids and MoE-Adapters' auto-encoders read its features, which are float32. The
-size of the images must be the one that the network was built for. Each batch size is compiled once.
+CHEEM-lite's centroids and MoE-Adapters' auto-encoders read its features, which are float32. Images
+must have the size for which the network was built. Each batch size is compiled once.
 """
 
 from collections.abc import Callable

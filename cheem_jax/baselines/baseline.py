@@ -87,7 +87,7 @@ class Baseline(abc.ABC):
         return {}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Restore the checkpoint of task `index`, which is the next task, or again the last one."""
+        """Restore the checkpoint of task `index`: the next task, or the last task again."""
         if self.Learned:
             self.tasks[index:] = [rebuilt(self.Learned, arrays)]
         if self.State:
@@ -201,7 +201,7 @@ class TrainedBaseline(Baseline):
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """See `Method.learn`."""
         fitting = self.fitter.begin(self.start(task), session.saved)
-        session.saved = None  # its arrays would stay in memory during the training
+        session.saved = None  # the saved arrays would stay in memory during training
         fitting = self.train(task, fitting, session)
         report = self.finish(task, fitting, session)
         self.classes.add(task.name, task.classes)
@@ -218,7 +218,7 @@ class TrainedBaseline(Baseline):
         """Return the FLOPs per image after the last task, as `pass_costs` does."""
 
     def number(self, task: Task) -> int:
-        """Return the number of the next task in PRNG keys."""
+        """Return the number of the next task, which determines its PRNG keys."""
         return len(self.classes)
 
     def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:

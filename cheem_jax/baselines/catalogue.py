@@ -128,7 +128,7 @@ def make_preset(method: str, preset: Preset) -> MethodConfig:
     # Epochs, learning rate and batch size are similar to those of CHEEM's preset.
     epochs, rate, changes = (16, 2e-3, DEMO_BOUND) if preset == "demo" else (8, 1e-3, QUICK_BOUND)
     if isinstance(config, RanPacConfig | EaseConfig):
-        rate = config.fit.learning_rate  # of SGD
+        rate = config.fit.learning_rate  # the learning rate of SGD
     if not isinstance(config, FullFinetuneConfig):
         changes = {"fit": dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)}
     match config:

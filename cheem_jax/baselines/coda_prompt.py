@@ -1,11 +1,12 @@
-"""CODA-Prompt: prompts are sums of components, which are weighted per image by attention to its
-frozen feature.
+"""CODA-Prompt: prompts are sums of components, whose weights depend on the frozen feature of the
+image.
 
-Each of the first five blocks has 100 components, keys and attention vectors. The weight of
-component m is the cosine between q * A_m and K_m, without softmax. The pool is divided among the
-tasks beforehand. A task initialises its rows orthogonal to all earlier rows (Gram-Schmidt), trains
-them, and freezes them. Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting
-for Rehearsal-Free Continual Learning", CVPR 2023.
+Each of the first five blocks has 100 components, each with a key K_m and an attention vector A_m.
+The weight of component m is the cosine between q * A_m and K_m for the image's frozen feature q,
+without softmax. The pool is divided among the tasks beforehand. A task initialises its components,
+keys and attention vectors orthogonal to all earlier ones (Gram-Schmidt), trains them, and freezes
+them. Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting for Rehearsal-Free
+Continual Learning", CVPR 2023.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from cheem_jax.data.task import Task
 @dataclasses.dataclass(frozen=True)
 class CodaPromptConfig:
     """Settings of CODA-Prompt, as in its released scripts, except for the 50 epochs, which are
-    inferred from the paper's comparison."""
+    inferred from the CHEEM paper's comparison."""
 
     name: ClassVar[str] = "coda_prompt"
     pool: int = 100

@@ -3,10 +3,10 @@ task.
 
 The attention to the learned keys and values is computed in parallel to a block's attention, and the
 two results are added. Values are initialised with 0, so the network of an untrained task is
-identical to the pretrained network. The inferred task of an image has the largest density of
-frozen, normalised features. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge in
-Parameter Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text
-tower.
+identical to the pretrained network. The inferred task is the task whose Gaussian has the largest
+density at the frozen, normalised feature of the image. Tang et al., "Mind the Interference:
+Retaining Pre-trained Knowledge in Parameter Efficient Continual Learning of Vision-Language
+Models", ECCV 2024; here without the text tower.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.session import Session
 
 JITTER = 1e-7
-"""Added to the diagonal of every covariance, as in the official code."""
+"""Number added to the diagonal of every covariance, as in the official code."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DikiConfig:
-    """Settings of DIKI with one image tower and linear heads, inferred from the paper's
+    """Settings of DIKI with one image tower and linear heads, inferred from the CHEEM paper's
     comparison."""
 
     name: ClassVar[str] = "diki"
@@ -169,7 +169,7 @@ class Diki(OwnPrompts):
         with a prefix.
 
         `flops_as_printed` counts attention products only in the second pass. For `last3`, it is the
-        number in the paper's table.
+        number in the CHEEM paper's table.
         """
         vit = self.vit
         again = range(self.layers[0], self.vit.depth)

@@ -1,12 +1,12 @@
 """DualPrompt: a general prompt that all tasks share, and an expert prompt per task, which is
 selected by the nearest task key.
 
-Blocks 0 and 1 have the general prompt, blocks 2 to 4 the expert prompt; both are keys and values of
-the attention. Training uses the slot of the current task and pulls its key towards the queries.
-Prediction selects the slot with the nearest key, separately for each image and block. Later tasks
-change the general prompt, but not the expert slots of earlier tasks. Wang et al., "DualPrompt:
-Complementary Prompting for Rehearsal-Free Continual Learning", ECCV 2022, as implemented in the
-CODA-Prompt code.
+Blocks 0 and 1 have the general prompt, blocks 2 to 4 the expert prompt; both are prefixes of the
+attention. A slot is the expert prompt and the task key of one task. Training uses the slot of the
+current task and pulls its task key towards the queries. Prediction selects the slot with the
+nearest task key, separately for each image and block. Later tasks change the general prompt, but
+not the slots of earlier tasks. Wang et al., "DualPrompt: Complementary Prompting for Rehearsal-Free
+Continual Learning", ECCV 2022, as implemented in the CODA-Prompt code.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from cheem_jax.run.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class DualPromptConfig:
-    """Settings of DualPrompt, inferred from the paper's comparison."""
+    """Settings of DualPrompt, inferred from the CHEEM paper's comparison."""
 
     name: ClassVar[str] = "dualprompt"
     pool: int | None = None
@@ -119,7 +119,7 @@ class DualPrompt(Prompting):
         is_training: bool,
     ) -> Attached:
         """Select the general prompt and an expert slot: in training, the slot of the current task;
-        in prediction, the slot with the nearest key."""
+        in prediction, the slot with the nearest task key."""
         config = self.config
         key_loss = jnp.zeros(len(query))
         prefixes = {}

@@ -1,11 +1,11 @@
 """EASE: adapters and a subspace per task; prototypes of earlier classes are synthesised.
 
 Each task trains new adapters, which then stay frozen. The features with the adapters of one task
-are a subspace. The prototype of a class in a subspace is the mean of its features. A new
-subspace has no images of earlier classes. Their prototypes there are sums of the new classes'
-prototypes, weighted by the similarity of the classes in the earlier subspace. A prediction
-runs the image through the adapters of all tasks. Zhou et al., "Expandable Subspace Ensemble for
-Pre-Trained Model-Based Class-Incremental Learning", CVPR 2024.
+are a subspace. The prototype of a class in a subspace is the mean of its features. A new subspace
+has no features of earlier classes. The prototypes of these classes are sums of the new classes'
+prototypes, weighted by the similarity of the classes in the earlier subspace. A prediction runs the
+image through the adapters of all tasks. Zhou et al., "Expandable Subspace Ensemble for Pre-Trained
+Model-Based Class-Incremental Learning", CVPR 2024.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.session import Session
 
 OTHERS = 0.1
-"""Weight of the mean cosine in the subspaces of other tasks (alpha in the paper, whose code divides
-it by the number of these subspaces)."""
+"""Weight of the mean cosine in the subspaces of other tasks (alpha in the EASE paper; the official
+code divides alpha by the number of these subspaces)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class EaseConfig(AdapterConfig):
 
 
 class EaseTask(NamedTuple):
-    """Adapters of a task, and the prototypes of its classes in the subspaces of all tasks up to
-    it."""
+    """Adapters of a task, and the prototypes of its classes in the subspaces of this task and all
+    earlier tasks."""
 
     adapters: Bottleneck
     prototypes: Float[np.ndarray, "S C D"]
@@ -79,7 +79,8 @@ class Ease(AdapterBaseline):
         return self.new_classifier(task)
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone; the training's head has columns of the task's classes only."""
+        """Return the backbone, and 0 and the number of the task's classes: the training head has no
+        columns of earlier classes."""
         return self.executor.leaves, np.int32(0), np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class Ease(AdapterBaseline):
         )
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image after the whole stream, which are a pass per task."""
+        """Report the FLOPs per image after the whole stream: one pass per task."""
         passes = max(self.num_tasks, len(self.tasks))
         costs = self.adapted_costs(self.classes.num)
         return {count: passes * flops for count, flops in costs.items()}
@@ -131,10 +132,11 @@ class Ease(AdapterBaseline):
 def classifiers(
     prototypes: Sequence[Float[np.ndarray, "_ _ D"]],
 ) -> list[Float[np.ndarray, "D C"]]:
-    """Return for each subspace the weight of all classes; `prototypes` are those of each task.
+    """Return, for each subspace, the weights of all classes; `prototypes` contains the prototypes
+    of each task.
 
-    The weight of a class is its prototype, scaled to unit length in the class's own subspace and to
-    length `OTHERS`, divided by the number of other subspaces, in each of them.
+    In the subspace of its own task, the weight of a class is its prototype, scaled to unit length.
+    In each other subspace, the length is `OTHERS` divided by the number of other subspaces.
     """
     share = OTHERS / max(len(prototypes) - 1, 1)
     return [
@@ -152,8 +154,8 @@ def classifiers(
 def in_subspace(
     prototypes: Sequence[Float[np.ndarray, "_ _ D"]], task: int, subspace: int
 ) -> Float[np.ndarray, "C D"]:
-    """Return the prototypes of a task's classes in a subspace; those in a later subspace are
-    synthesised from the classes of that subspace's task."""
+    """Return the prototypes of a task's classes in a subspace. In the subspace of a later task,
+    they are synthesised from the classes of the later task."""
     if subspace <= task:
         return prototypes[task][subspace]
     later = prototypes[subspace]

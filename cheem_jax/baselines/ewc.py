@@ -58,14 +58,14 @@ class Noise(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class EwcConfig:
-    """Settings of online EWC; the paper does not report the strength of the penalty."""
+    """Settings of online EWC; the CHEEM paper does not report the strength of the penalty."""
 
     name: ClassVar[str] = "ewc"
     penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
     """Candidate strengths of the penalty. The average validation accuracy over the first three
-    tasks of the stream selects one. These predictions are among the classes of the three tasks."""
+    tasks of the stream selects one; predictions are among the classes of these tasks."""
     fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
-    """Training settings; `fit.learning_rate` is the backbone's."""
+    """Training settings; `fit.learning_rate` is the learning rate of the backbone."""
     batch_size: int = 64
 
     def __post_init__(self) -> None:
@@ -111,8 +111,8 @@ class Ewc(OneHead, TrainedBaseline):
                 (f * (leaf - old) ** 2).sum()
                 for leaf, old, f in zip(leaves, old_leaves, fisher, strict=True)
             )
-            # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta*
-            # of online EWC
+            # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), with F and
+            # theta* of online EWC
             return local + 0.5 * strength * moved
 
         @functools.partial(executor.jit, donate_argnums=0)
@@ -124,7 +124,8 @@ class Ewc(OneHead, TrainedBaseline):
                 label = jax.random.categorical(jax.random.fold_in(key, row), own_logits)
                 return -local_cross_entropy(values, label[None], jnp.ones(1), 0, num)
 
-            # This is a mean of squares; the square of the mean gradient is far smaller.
+            # Gradients are squared per image, because the square of the mean gradient is far
+            # smaller.
             new = squared_gradients(log_likelihood, leaves, weights, inputs["images"], rows)
             return jax.tree.map(jnp.add, sums, new)
 
@@ -231,8 +232,8 @@ class Ewc(OneHead, TrainedBaseline):
     def _tune(self, fitting: Fitting, session: Session) -> Float[np.ndarray, "penalties"]:
         """Measure the mean validation accuracy with each penalty; it is -1 for non-finite losses.
 
-        The first task has no penalty, so all trials start from its state; they use the keys of the
-        stream. Rolling checkpoints store the accuracies of finished trials.
+        The first task has no penalty, so all trials start from the state after it. They use the
+        same PRNG keys as the stream. Rolling checkpoints store the accuracies of finished trials.
         """
         first, *others = self._first
         untried = np.full(len(self.config.penalties), np.nan)

@@ -31,8 +31,8 @@ from cheem_jax.run.training import FitState, fit, restored
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
-"""Number of bytes per part of a batch. It is half of an executor's, because the backward pass
-stores the activations of the whole network."""
+"""Number of bytes per part of a batch. It is half of `executor.WORKING_SET`, because the backward
+pass stores the activations of the whole network."""
 
 
 class Init(enum.IntEnum):

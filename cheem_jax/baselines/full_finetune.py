@@ -140,7 +140,7 @@ class FullFinetune(OwnHeads):
             best = UpperBound(*saved.meta["best"])
             if "best" in fitting.more:
                 best_learned = unnumbered(fitting.learned, fitting.more["best"])
-            session.saved = saved = None  # its arrays would stay in memory during the training
+            session.saved = saved = None  # the saved arrays would stay in memory
         number = first
 
         def state() -> Saved:
@@ -211,7 +211,8 @@ class FullFinetune(OwnHeads):
         features = np.zeros((len(images), self.vit.width), np.float32)
         for index in np.unique(task_ids):
             rows = np.flatnonzero(task_ids == index)
-            # streamed images of a single task are read batch by batch
+            # images of a single task are not indexed, so that streamed images are read batch by
+            # batch
             selected = images if len(rows) == len(images) else images[rows]
             features[rows] = self.over(self._features, Inputs(selected), self.tasks[index].backbone)
         return task_ids, features

@@ -1,11 +1,11 @@
 """L2P: a pool of prompts that all tasks share; each image selects the prompts with the nearest
-keys.
+selection keys.
 
-The query is the frozen CLS token. Of 30 keys, the five with the largest cosines select their
-prompts, which become keys and values of the first block's attention. Training pulls the selected
-keys towards the query. L2P forgets because each task changes the prompts that it selects. Wang et
-al., "Learning to Prompt for Continual Learning", CVPR 2022, as implemented in the CODA-Prompt code,
-which the paper adapted.
+The query is the frozen CLS token, and each of the 30 prompts has a learned selection key. The five
+prompts whose selection keys have the largest cosines with the query become the prefix of the first
+block's attention. Training pulls these five selection keys towards the query. L2P forgets because
+each task changes the prompts that it selects. Wang et al., "Learning to Prompt for Continual
+Learning", CVPR 2022, as implemented in the CODA-Prompt code, which the CHEEM paper adapted.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from cheem_jax.run.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class L2pConfig:
-    """Settings of L2P, inferred from the paper's comparison."""
+    """Settings of L2P, inferred from the CHEEM paper's comparison."""
 
     name: ClassVar[str] = "l2p"
     pool: int = 30
@@ -77,7 +77,7 @@ class L2p(Prompting):
         task: Int[Array, ""],
         is_training: bool,
     ) -> Attached:
-        """Select the prompts with the nearest keys."""
+        """Select the prompts with the nearest selection keys."""
         config = self.config
         half = config.length // 2
         prefixes = {}

@@ -5,7 +5,7 @@ h with the pretrained W and b. Tasks do not depend on their order in the stream.
 follow Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual
 learner is a baseline of the CHEEM paper.
 
-LoRA fine-tuning is an upper bound in the paper's tables, to which the task ID is given. Its
+LoRA fine-tuning is an upper bound in the CHEEM paper's tables, to which the task ID is given. Its
 networks are identical to those of LoRA-CL with the same seed. Its FLOPs are those of a plain pass,
 because the pairs can be merged into the backbone.
 
@@ -40,8 +40,8 @@ from cheem_jax.run.training import images_left
 
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
-    """Settings of LoRA-CL. The 20 epochs are inferred from the paper's times, and rank 40 from its
-    un-merged FLOPs."""
+    """Settings of LoRA-CL. The 20 epochs are inferred from the CHEEM paper's times, and rank 40
+    from its FLOPs with un-merged pairs."""
 
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"
@@ -82,7 +82,7 @@ class LoraCl(ExpertMemory):
         num = len(task.train.labels)
         batch_size = self.batch_size
         underway = Underway.resume(session.saved)
-        session.saved = None  # its arrays would stay in memory during the training
+        session.saved = None  # the saved arrays would stay in memory during training
         budget = Budget(executor.budget)
         experts = [[self.dense(block, 0)] for block in range(executor.num_blocks)]
         key = keys.at(number, Phase.METHOD_INIT)
@@ -147,8 +147,8 @@ class LoraCl(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """Estimate the bytes on disk for the next task.
 
-        They are the ops and the head with Adam's moments in two rolling checkpoints, and the
-        router's statistics.
+        The estimate counts the ops and the head with Adam's moments in two rolling checkpoints, and
+        the router's statistics.
         """
         weight, bias = self.memory.pool[0][0].params
         is_new = self.config.op == "new"

@@ -68,12 +68,12 @@ class MoalOrder(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class MoalConfig(AdapterConfig):
-    """Settings of MoAL, with the optimizer of the paper's comparison."""
+    """Settings of MoAL, with the optimizer of the CHEEM paper's comparison."""
 
     name: ClassVar[str] = "moal"
     hidden: int = 5000
-    """Number of random features of the predicting head (official: 5000 to 20000); its memory is
-    proportional to their square."""
+    """Number of random features of the predicting head (official: 5000 to 20000); the memory of the
+    head is proportional to the square of this number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,7 +211,7 @@ class Moal(AdapterBaseline):
         }
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image; the paper only counts a plain pass without adapters and
+        """Report the FLOPs per image; the CHEEM paper counts only a plain pass without adapters and
         head."""
         hidden = self.config.hidden
         return self.adapted_costs(0, head=2 * hidden * (self.vit.width + self.classes.num))
@@ -311,7 +311,7 @@ def least_squares(
     lower = np.linalg.cholesky(np.eye(len(lifted)) + gain @ lifted.T)
     half = scipy.linalg.solve_triangular(lower, gain, lower=True)
     residual = scipy.linalg.solve_triangular(lower, targets - lifted @ weight, lower=True)
-    inverse -= half.T @ half  # exactly symmetric, and never increases the inverse
+    inverse -= half.T @ half  # the decrement is exactly symmetric and positive semidefinite
     weight += half.T @ residual
 
 
@@ -321,8 +321,8 @@ def drift_map(
     """Fit a linear map from the old features of shuffled images to their new features.
 
     The fit is least squares with a penalty on the distance from the identity, because features
-    drift little and a few images determine little in many dimensions. The penalty is selected on
-    the last tenth of the images.
+    drift little, and a few images do not determine a map in many dimensions. The penalty is
+    selected on the last tenth of the images.
     """
     old, moved = old.astype(np.float64), new.astype(np.float64) - old
     num, width = old.shape
@@ -355,8 +355,8 @@ def shifted_sources(
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "M"]]:
     """Return the images of rumination and their classes.
 
-    Each image occurs once with its true class, and once for each old class whose nearest new class
-    is its true class.
+    Each image occurs once with its true class, and once for each old class to which the image's
+    true class is the nearest new class.
     """
     images = {new: np.flatnonzero(labels == new) for new in range(num_old, len(means))}
     shifted = [images[new] for new in nearest_new(means, num_old)]

@@ -7,7 +7,7 @@ weights two experts for all tokens of the image. After each task, the two expert
 used most are frozen in every block: later tasks can use them, but not train them. The inferred task
 is the one whose auto-encoder has the lowest reconstruction error on the features of a small
 network. Yu et al., "Boosting Continual Learning of Vision-Language Models via Mixture-of-Experts
-Adapters", CVPR 2024; here, as in the paper's comparison, with linear heads instead of texts.
+Adapters", CVPR 2024; here with linear heads instead of texts, as in the CHEEM paper's comparison.
 Task-ID inference by auto-encoders follows Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong
 Learning with a Network of Experts", CVPR 2017.
 """
@@ -76,7 +76,7 @@ AUTOENCODER_BATCH = 64
 
 @dataclasses.dataclass(frozen=True)
 class MoeAdaptersConfig:
-    """Settings of MoE-Adapters, inferred from the paper's FLOPs."""
+    """Settings of MoE-Adapters, inferred from the FLOPs in the CHEEM paper."""
 
     name: ClassVar[str] = "moe_adapters"
     experts: int = 22
@@ -126,8 +126,8 @@ class MoeState(NamedTuple):
 
 
 class MoeAdapters(OwnHeads, TrainedBaseline):
-    """The MoE-Adapters learner. The input of the auto-encoders is the router's features, in the
-    paper AlexNet's conv5."""
+    """The MoE-Adapters learner. The input of the auto-encoders is the features of the router's
+    network, which is AlexNet up to conv5 in the CHEEM paper."""
 
     Learned, State = MoeTask, MoeState
     config: MoeAdaptersConfig
@@ -390,7 +390,7 @@ class AutoEncoders:
         features: Float[np.ndarray, "N E"],
         advance: Advance,
     ) -> tuple[Bottleneck, list[float]]:
-        """Fit the auto-encoder of a task. Return it, and the mean error of each epoch.
+        """Fit the auto-encoder of a task. Return the auto-encoder and its mean error in each epoch.
 
         The last epoch can be incomplete. Raises FloatingPointError for a non-finite error.
         """
@@ -418,14 +418,14 @@ class AutoEncoders:
         return fitting.learned, losses
 
     def images(self, num: int) -> int:
-        """Return the number of images, over all steps, for a fit on `num` images."""
+        """Return the total number of images in all steps of a fit on `num` images."""
         epochs, rest = divmod(ITERATIONS, num_batches(num, AUTOENCODER_BATCH))
         return epochs * num + min(rest * AUTOENCODER_BATCH, num)
 
     def route(
         self, features: Float[np.ndarray, "N E"], learned: Sequence[Bottleneck], *, batch_size: int
     ) -> Int[np.ndarray, "N"]:
-        """Infer the task of each image, which has the lowest error (ties select the earliest
+        """Infer the task of each image: the task with the lowest error (ties select the earliest
         task)."""
 
         def of_all(inputs: dict[str, Any]) -> Float[np.ndarray, "B T"]:

@@ -3,8 +3,8 @@
 L2P, DualPrompt and CODA-Prompt (`Prompting`) learn prompts that all tasks share. They select
 prompts by a query: the CLS token of a pass without prompts, cached per image. Prompts are
 additional keys and values of a block's attention. One linear head predicts the classes of all
-tasks. Training uses only the columns of the current task, but a prediction is the largest logit of
-all classes.
+tasks. Training uses only the head's columns of the current task, but a prediction is the largest
+logit of all classes.
 
 S-Prompts and DIKI (`OwnPrompts`) learn prompts and a head per task, and a router infers the task ID
 of an image. Tasks do not depend on their order in the stream. A batch can contain images of
@@ -43,7 +43,8 @@ Prompts = dict[str, Any]
 
 
 class Attached(NamedTuple):
-    """Prompts of a batch: prefixes keyed by block, and the loss of the keys for each image."""
+    """Prompts of a batch: prefixes keyed by block, and the loss that pulls the prompts' keys
+    towards the query of each image."""
 
     prefixes: Mapping[int, Prefix]
     key_loss: Float[Array, "B"]
@@ -112,7 +113,8 @@ class Prompting(OneHead, TrainedBaseline):
     def added_flops(self) -> dict[str, int]:
         """Return the additional FLOPs per image of the prompts, as arguments of `pass_costs`.
 
-        Only `executed` includes the selection or mixing of prompts, which the paper does not count.
+        Only `executed` includes the selection or mixing of prompts, which the CHEEM paper does not
+        count.
         """
 
     @abc.abstractmethod

@@ -2,9 +2,9 @@
 
 Adapters parallel to every FFN are trained on the first task and then stay frozen. Every image is
 mapped to random features, the ReLU of a random projection of its adapted features. The head is
-ridge regression on them. Its second moments are sums over images, so learning tasks one by one is
-identical to a regression on the images of all tasks. McDonnell et al., "RanPAC: Random Projections
-and Pre-trained Models for Continual Learning", NeurIPS 2023.
+ridge regression on the random features. Their second moments are sums over images, so learning
+tasks one by one is identical to a regression on the images of all tasks. McDonnell et al., "RanPAC:
+Random Projections and Pre-trained Models for Continual Learning", NeurIPS 2023.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ class RanPacConfig(AdapterConfig):
     fit: FitConfig = FitConfig(epochs=20, learning_rate=0.05)
     """Training of the adapters on the first task."""
     hidden: int = 10_000
-    """Number of random features (paper: 10,000); memory and checkpoints are proportional to their
-    square."""
+    """Number of random features (RanPAC paper: 10,000); memory and checkpoints are proportional to
+    the square of this number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,12 +50,13 @@ class RanPacConfig(AdapterConfig):
 
 
 class RanPacState(NamedTuple):
-    """Arrays that each task replaces; those of the regression are float64 on the host."""
+    """Arrays that each task replaces; `moments`, `products` and `weight` are float64 on the
+    host."""
 
     adapters: Bottleneck
     projection: Float[np.ndarray, "H D"]
     moments: Float[np.ndarray, "M"]
-    """Second moments of the random features of all images, without duplicates (`pack`)."""
+    """Upper triangle of the second moments of the random features of all images (`pack`)."""
     products: Float[np.ndarray, "H C"]
     """Sum of the random features of each class."""
     weight: Float[np.ndarray, "H C"]
@@ -74,8 +75,8 @@ class RanPac(AdapterBaseline):
     def check(self, tasks: Sequence[Task]) -> list[str]:
         hidden = self.config.hidden
         num_classes = sum(len(task.classes) for task in tasks)
-        # three arrays of second moments (a sum, a further sum, and the addend of a step), and two
-        # packed ones
+        # three arrays of second moments (of the fitted images, of the held-out images, and of a
+        # step), and two packed ones
         needed = 8 * hidden * (4 * hidden + 3 * num_classes)
         if needed <= MUCH_MEMORY:
             return []

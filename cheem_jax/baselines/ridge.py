@@ -1,6 +1,7 @@
 """Ridge regression on random features, in float64 on the host, for MoAL and RanPAC.
 
-JAX computes in float32, which is too little for the second moments of thousands of features.
+JAX computes in float32, which is not precise enough for the second moments of thousands of
+features.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def moments_and_penalty(
     """Compute the `second_moments` of a task's images, and select the penalty of its regression.
 
     The penalty is selected on the last fifth of the images in this `order`, by a regression on the
-    others.
+    other images.
     """
     fitted, held_out = np.split(order, [max(1, len(features) * 4 // 5)])
 
@@ -86,7 +87,8 @@ def moments_and_penalty(
     # a single image is both held out and learned
     chosen = held_out if len(held_out) else fitted
     if len(fitted) < len(projection):
-        # the kernel of the images is smaller than the moments; predictions are identical
+        # with fewer images than random features, the kernel matrix is smaller than the moments and
+        # yields identical predictions
         lifted = lift(features[fitted], projection)
         kernels = [(more @ lifted.T, targets) for more, targets in rows(chosen)]
         targets = one_hot(labels[fitted], num)

@@ -31,7 +31,8 @@ from cheem_jax.data.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class SPromptsConfig:
-    """Settings of S-Prompts; the 20 epochs of Adam are inferred from the paper's comparison."""
+    """Settings of S-Prompts; the 20 epochs of Adam are inferred from the CHEEM paper's
+    comparison."""
 
     name: ClassVar[str] = "s_prompts"
     length: int = 10
@@ -102,8 +103,8 @@ class SPrompts(OwnPrompts):
         return 4 * self.config.router.num_centroids * self.router_features.encoder.width
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image: 2 F0 + n TOK for n prompt tokens if the backbone itself
-        infers the task ID."""
+        """Report the FLOPs per image. If the backbone itself infers the task ID, they are two plain
+        passes plus the n prompt tokens (2 F0 + n TOK)."""
         vit = self.vit
         extra = self.config.length
         num_classes = len(self.classes.classes[-1])

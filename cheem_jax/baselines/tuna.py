@@ -56,7 +56,7 @@ SAMPLES = 5
 
 @dataclasses.dataclass(frozen=True)
 class TunaConfig(AdapterConfig):
-    """Settings of TUNA, with the optimizer of the paper's comparison."""
+    """Settings of TUNA, with the optimizer of the CHEEM paper's comparison."""
 
     name: ClassVar[str] = "tuna"
     bottleneck: int = 16
@@ -180,7 +180,7 @@ class Tuna(AdapterBaseline):
         """Report the FLOPs per image after the whole stream.
 
         They are a pass per task and, for more than one task, a pass with universal adapters. The
-        paper's count, (T + 1) F0, includes neither adapters nor heads.
+        count in the CHEEM paper, (T + 1) F0, includes neither adapters nor heads.
         """
         num = max(self.num_tasks, len(self.tasks))
         passes = num + 1 if num > 1 else 1
