@@ -271,7 +271,7 @@ def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float
                 head = subject.tasks[task].head
                 ops = stored_ops(subject)[task] if routing is None else dense_ops(subject, task)
                 with jax.default_matmul_precision("highest"):
-                    # Always a full batch, so that few functions are compiled.
+                    # The batch is always full, so that few functions are compiled.
                     features_of_images = np.asarray(
                         features(
                             state, ops, images[:NUM_IMAGES] if len(rows) == 1 else images[rows]
@@ -320,9 +320,9 @@ def leading(
 ) -> UInt8[np.ndarray, "N S S 3"]:
     """Change each image step by step until the router infers its task in `tasks`.
 
-    Each step follows the sign of a gradient: while another task is nearer, the gradient of the
-    difference between the distances to the two tasks; then the gradient of the amount by which the
-    distance exceeds the task's threshold.
+    Each step follows the sign of a gradient. While another task is nearer, this is the gradient of
+    the difference between the distances to the two tasks; afterwards, it is the gradient of the
+    amount by which the distance exceeds the task's threshold.
     """
     distances = distances_of(subject)
     to_own = to_centroids(subject)
@@ -370,7 +370,8 @@ class _Routing:
         candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
         distance, nearest, beyond = self._routed(subject, candidates)
         if unseen := sorted(set(range(len(subject.tasks))) - set(nearest[beyond <= 0].tolist())):
-            # Start with the random image for which the nearest task leads by the smallest distance.
+            # For each unseen task, start with the random image whose distance to this task exceeds
+            # its distance to the nearest task by the smallest amount.
             begin = (distance - distance.min(axis=1, keepdims=True)).argmin(axis=0)
             led = leading(subject, candidates[begin[unseen]], np.asarray(unseen, np.int32))
             candidates = np.concatenate([candidates, led])

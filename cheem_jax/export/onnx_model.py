@@ -1,7 +1,7 @@
 """Convert to ONNX files with jax2onnx, and check them with onnxruntime; each weight is stored once.
 
-Two passes over the converted graph improve its branches and loops. They use the fact that an inner
-graph (a branch or the body of a loop) can read values of the outer graph.
+Two passes over the converted graph remove copies of weights from branches and loops. An inner graph
+(a branch or the body of a loop) can read values of the outer graph and needs no copies.
 """
 
 import importlib.metadata

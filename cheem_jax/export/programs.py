@@ -60,8 +60,8 @@ class Artefact(NamedTuple):
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:
-    """Return the ops of a task with all low-rank pairs merged into dense experts, which need at
-    most the FLOPs of the backbone."""
+    """Return the ops of a task with all low-rank pairs merged into dense experts. The network then
+    needs at most the FLOPs of the backbone."""
     blocks = zip(subject.pool, subject.tasks[index].experts, strict=True)
     return [
         Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks
@@ -78,8 +78,8 @@ def stored_ops(subject: Subject) -> list[Ops]:
 
     @functools.cache
     def stored(block: int, index: int) -> Reuse | Adapt:
-        """Return the op of an expert. A chain of pairs becomes one pair whose rank is the sum of
-        their ranks."""
+        """Return the op of an expert. If parents of the expert are low-rank pairs as well, all
+        pairs are concatenated to one pair, whose rank is the sum of the ranks."""
         pool = subject.pool[block]
         pairs = []
         root = index
@@ -244,7 +244,7 @@ def to_centroids(subject: Subject) -> Distances:
     Open-set thresholds apply to these distances for every kind of router.
     """
     most = max(len(task.centroids) for task in subject.tasks)
-    # Tasks with fewer centroids repeat their first one, which does not change the minimum.
+    # Tasks with fewer centroids repeat their first centroid, which does not change the minimum.
     padded = [
         np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)])[:most]
         for task in subject.tasks

@@ -1,6 +1,7 @@
 """A server that predicts over HTTP, with a page that displays the op of each block (extra `serve`).
 
-This module contains the limits of requests; the other modules import packages of the extra.
+This module contains only the limits of requests, so importing it does not require the packages of
+the extra.
 """
 
 import dataclasses

@@ -114,9 +114,8 @@ def make_app(
     async def count(request: Request, respond: RequestResponseEndpoint) -> Response:
         """Count a request with its status and duration, and forbid browsers to guess the content
         type."""
-        # status if no handler accepts the exception
         start = time.perf_counter()
-        status = 500
+        status = 500  # if no handler accepts the exception
         try:
             host = host_in(request.headers.get("host", ""))
             is_known = ANY_HOST in hosts or host in hosts
@@ -172,7 +171,8 @@ def _csp_hash(element: str, html: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 selects a free port. Raises ValueError if that fails."""
+    """Open a listening socket; port 0 selects a free port. Raises ValueError if the address
+    cannot be used."""
     if not 0 <= port <= 65535:  # the system would use larger numbers modulo 65536
         raise ValueError(f"port is {port}, expected 0 to 65535")
     try:

@@ -44,8 +44,8 @@ class Refused(HTTPException):
 
 
 class Metrics:
-    """Metrics of the server. The values of their labels are fixed, so requests cannot increase
-    their number."""
+    """Metrics of the server. Labels have a fixed set of values, so requests cannot increase the
+    number of time series."""
 
     def __init__(self, paths: Sequence[str], queue_length: Callable[[], int]):
         self.registry = to = CollectorRegistry()
@@ -112,7 +112,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Warm up, and predict until the block ends."""
+        """Warm up, and predict until the context ends."""
         tasks = [asyncio.create_task(self._warm_up()), asyncio.create_task(self._answer_batches())]
         try:
             yield
@@ -268,7 +268,8 @@ def check_head(request: Request, limits: Limits) -> None:
 
 
 async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
-    """Read the image in the body, or the files of a form. Return each with its name."""
+    """Read the image in the body, or the files of a form. Return the name and the bytes of each
+    image."""
     try:
         if _kind(request) == FORM:
             return await _files_of_form(request, limits)
