@@ -68,10 +68,9 @@ def fit_head(
         num_outputs: `num_classes` padded to a power of two, so that tasks share compiled functions.
 
     If more than one penalty has the best accuracy, the largest of them is selected. All
-    leave-one-out predictions follow from one fit to all images: without an image of leverage h, the
-    residual of that image would be its residual in this fit divided by 1 - h. The intercept is
-    fitted without the image too; mean and scale of the features are computed from all fitted
-    images.
+    leave-one-out predictions follow from one fit: without an image of leverage h, the residual of
+    that image would be its residual in this fit divided by 1 - h. The intercept is fitted without
+    the image too; mean and scale of the features are computed from all fitted images.
     """
     with jax.default_matmul_precision("highest"):
         mask = fitted[:, None].astype(jnp.float32)
