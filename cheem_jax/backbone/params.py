@@ -81,7 +81,7 @@ def mismatches(expected: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
             more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
             shown.sort(
                 key=lambda line: (line.startswith("blocks."), line)
-            )  # tensors outside of the blocks come first, because they are more informative
+            )  # tensors outside of the blocks are first, because they are more informative
             complaints.append(f"{kind}: {', '.join(shown[:_SHOWN])}{more}")
     return "; ".join(complaints)
 

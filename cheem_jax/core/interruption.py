@@ -1,4 +1,4 @@
-"""Stop requests. After Ctrl-C or SIGTERM, the program finishes the current step before it stops, so
+"""Stop requests. After Ctrl-C or SIGTERM, the current step is finished before the process stops, so
 that no work is lost."""
 
 import contextlib

@@ -111,7 +111,7 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Remove control characters. Names of classes, tasks and files can come from strangers, and a
+    """Remove control characters. Names of classes, tasks and files can be chosen by strangers, and a
     terminal would execute escape sequences in names."""
     return _CONTROLS.sub("", text)
 

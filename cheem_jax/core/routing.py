@@ -233,8 +233,8 @@ def centroid_distances(
 def _nearest_in_l1(
     points: Float[np.ndarray, "N E"], rows: Float[np.ndarray, "M E"], first: Int[np.ndarray, "T"]
 ) -> Float[np.ndarray, "N T"]:
-    # On one core, SciPy's float64 loop takes 0.3 ms per image for 5,000 rows of width 96, and 3 ms
-    # for 5,000 rows of width 768. A compiled float32 loop takes a third of the time, but its
+    # On one core, SciPy's float64 loop needs 0.3 ms per image for 5,000 rows of width 96, and 3 ms
+    # for 5,000 rows of width 768. A compiled float32 loop needs a third of the time, but its
     # rounding requires a correction, and it would be compiled again for each number of rows. SciPy
     # is imported here, because it is slow to import and only distances need it.
     from scipy.spatial.distance import cdist

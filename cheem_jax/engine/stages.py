@@ -42,7 +42,7 @@ from cheem_jax.engine.executor import (
 
 
 class Stages(Executor):
-    """Executor for devices on which dispatching a function takes much less time than running it."""
+    """Executor for devices on which dispatching a function needs much less time than running it."""
 
     name = "stages"
     composes = True
