@@ -135,8 +135,8 @@ def classifiers(
     """Return, for each subspace, the weights of all classes; `prototypes` contains the prototypes
     of each task.
 
-    In the subspace of the class's task, the weight of a class is its prototype, scaled to unit length.
-    In each other subspace, the length is `OTHERS` divided by the number of other subspaces.
+    In the subspace of its task, a class has its prototype as weight, scaled to unit length. In each
+    other subspace, the length is `OTHERS` divided by the number of other subspaces.
     """
     share = OTHERS / max(len(prototypes) - 1, 1)
     return [

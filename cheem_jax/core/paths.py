@@ -111,8 +111,8 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Remove control characters. Names of classes, tasks and files can be chosen by strangers, and a
-    terminal would execute escape sequences in names."""
+    """Remove control characters. Strangers can have chosen the names of classes, tasks and files,
+    and a terminal would execute escape sequences in names."""
     return _CONTROLS.sub("", text)
 
 
