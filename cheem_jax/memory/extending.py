@@ -259,8 +259,8 @@ def discriminant_head(statistics: Statistics, old: Head) -> Head:
     """Compute a head by linear discriminant analysis with one covariance for all classes.
 
     It predicts the class of the nearest mean by Mahalanobis distance. Its weights are scaled to the
-    norm of the old head's weights, so that probabilities stay similar. The classes of the old head
-    come first.
+    norm of the old head's weights, so that probabilities stay similar. The first columns of the
+    new head are the classes of the old head.
     """
     whitening = whitening_matrix(unpacked(statistics["covariance"]), SHRINKAGE)
     means = statistics["means"].astype(np.float64)
