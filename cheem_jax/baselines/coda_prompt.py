@@ -97,7 +97,7 @@ class CodaPrompt(Prompting):
         super().restore(index, arrays, meta)
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """Initialise the task's rows orthogonal to those of all earlier tasks."""
+        """Initialise the task's rows of the pool orthogonal to the rows of all earlier tasks."""
         self._check_share(index)
         config = self.config
         width = self.vit.width

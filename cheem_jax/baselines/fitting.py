@@ -97,7 +97,8 @@ class Fitter:
     """Compiled training step of a loss `loss(learned, fixed, batch)`.
 
     Args:
-        loss: a pure function; with `rows`, a weighted sum over images without noise.
+        loss: a pure function. If `rows` is given, it must be a weighted sum over images and must
+            not use noise.
         optimizer: computes updates for the learning rate 1; by default, Adam.
         jit: compiles a function.
         rows: `Executor.rows`, which splits a batch into parts that a CPU computes in parallel. With

@@ -155,7 +155,8 @@ class Prompting(OneHead, TrainedBaseline):
         )
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image: a pass for the query, and a pass with prompts and head."""
+        """Report the FLOPs per image of two passes: one for the query, and one with prompts and
+        head."""
         encoder = self.features.encoder
         return pass_costs(self.vit, self.classes.num, encoder=encoder, **self.added_flops())
 

@@ -79,7 +79,8 @@ class Gaussians(NamedTuple):
 
 
 class TunaTask(NamedTuple):
-    """Adapters of a task, which the next task starts with, and the Gaussians of its classes."""
+    """Adapters of a task, and the Gaussians of its classes. The next task starts with these
+    adapters."""
 
     adapters: Bottleneck
     gaussians: Gaussians

@@ -90,7 +90,7 @@ class TaskMemory:
     images; 1 if not fitted."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Moments of the classes, computed from features of the task's network and used to extend the
-    task; empty if the task cannot be extended."""
+    task; empty in experiments."""
 
     @property
     def router_statistics(self) -> TaskStatistics:

@@ -283,7 +283,7 @@ def rejection_scores(
     distances: Float[np.ndarray, "N"], quantiles: Float[np.ndarray, "Q"]
 ) -> Float[np.ndarray, "N"]:
     """Compute, for each image, the share of the task's validation images that are nearer to the
-    task.
+    task than the image.
 
     An image is rejected at the open-set rates above 1 - score. `quantiles` is the result of
     `calibrate`. The score of a NaN distance is 1.

@@ -25,7 +25,7 @@ _CACHE_BYTES = 2 * 2**30
 
 class Compilations(NamedTuple):
     """Number of compiled functions, number of functions read from the persistent cache, and total
-    seconds of both."""
+    seconds of compiling and reading."""
 
     programs: int
     cached: int

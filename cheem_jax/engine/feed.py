@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Feed(Protocol):
-    """A data set as images, or as tokens cached after its frozen leading blocks."""
+    """A data set as images, or as cached tokens after frozen leading blocks."""
 
     block: int | None = None
     """Block whose tokens are cached; None if passes start with images."""

@@ -304,8 +304,8 @@ def seconds_per_image(run: FileFunction, image_size: int) -> float:
 
 
 def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
-    """Generate images of coloured squares of random sizes; their features vary more than those of
-    noise."""
+    """Generate images of coloured squares of random sizes. The features of such images vary more
+    than the features of noise."""
     rng = np.random.default_rng(0)
     images = []
     for _ in range(num):
@@ -409,7 +409,7 @@ class _Routing:
     def difference(self, images: np.ndarray, tasks: np.ndarray, distances: np.ndarray) -> float:
         """Return the largest relative error of the file's distances and of its inferred tasks.
 
-        If rounding decides a tie or a threshold, the error is small.
+        An inferred task that differs only by rounding, at a tie or a threshold, has a small error.
         """
         distance = self.distance[images]
         nearest = self.nearest[images]

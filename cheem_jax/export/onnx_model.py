@@ -111,7 +111,7 @@ def _share_weights(graph: Any) -> None:
 def _keep_outside_loops(graph: Any) -> None:
     """Let loops read constants from the outer graph.
 
-    jax2onnx passes constants from iteration to iteration, so the runtime copies all weights for
+    jax2onnx passes constants from iteration to iteration, so the runtime would copy all weights for
     each image.
     """
     for loop in [node for node in graph.node if node.op_type == "Loop"]:

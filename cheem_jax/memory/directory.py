@@ -110,7 +110,7 @@ def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemo
     names = {(report["index"], report["name"]) for report in _reports(entries)}
     for task in config.forgetting or ():
         # An extended task has an old and a new report of the same name. After the old report is
-        # removed, the new report can get the same index.
+        # removed, the new report can get its index, and a repeated call must not remove it.
         is_recorded = not task.get("extended") or len(names) > len(memory.tasks)
         if is_recorded and (task["index"], task["name"]) in names:
             entries = without_task(entries, task["index"], task["name"])

@@ -37,7 +37,8 @@ identity."""
 
 
 def label_among(learned: Sequence[str], task: Task) -> Task:
-    """Label the images of `task` among the learned classes, followed by the new ones.
+    """Relabel the images of `task` with indices of the learned classes, followed by the new
+    classes.
 
     Classes are matched by name. Raises ValueError if a name differs from a learned one only in
     upper and lower case.
@@ -270,6 +271,6 @@ def discriminant_head(statistics: Statistics, old: Head) -> Head:
         np.linalg.norm(columns - columns.mean(axis=1, keepdims=True))
         for columns in (np.asarray(old.weight), weight[:, : old.bias.shape[0]])
     ]
-    # with one class, there are no differences between columns
+    # with a single class, the norm is 0, because there are no differences between columns
     scale = norms[0] / norms[1] if min(norms) > 1e-12 else 1.0
     return Head(jnp.asarray(scale * weight, jnp.float32), jnp.asarray(scale * bias, jnp.float32))

@@ -1,5 +1,5 @@
-"""Push memories to the Hugging Face hub with a model card, and pull them; a failed pull leaves
-nothing.
+"""Push memories to the Hugging Face hub with a model card, and pull them; a failed pull leaves no
+files.
 
 Only the record and the files for predictions are pushed. Images and reports are not pushed; reports
 can contain images.

@@ -270,7 +270,7 @@ class Predictor:
         nearest: Int[np.ndarray, "N"],
     ) -> Float[np.ndarray, "N"]:
         """Compute the calibrated distance from each image to its nearest target; `distances` are
-        the router's."""
+        the distances of the router."""
         if self.open_set_router is not self.router:
             distances = self.open_set_router.distances(tokens)
         return distances[np.arange(len(nearest)), nearest]
