@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # a third less time for compiling what runs for milliseconds; `make test-all` compiles as users do
 QUICK_COMPILING := --xla_backend_optimization_level=0
+PAPER_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
 MUTANTS_ARGS ?=
@@ -28,7 +29,7 @@ VENV_DOCS := .venv-docs
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-all test-slow faults mutants scale test-convert test-browser test-prepare test-312 docs bench gpu count-gpu lint format clean
+.PHONY: help demo test test-all test-slow faults mutants scale test-convert test-browser test-prepare test-312 docs paper bench gpu count-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +76,9 @@ test-312: ## the tests on Python 3.12, where there is one
 
 docs: $(VENV_DOCS)/.docs ## the documentation site, in site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir site
+
+paper: $(VENV)/.test ## every equation, table and figure of the paper in small, one line each; a quarter of an hour at most
+	@JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICK_COMPILING) $${XLA_FLAGS:-}" $(VENV)/bin/python experiments/paper.py $(PAPER_ARGS)
 
 bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; over an hour
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)

@@ -126,13 +126,13 @@ def sun397() -> Contents:
     return {"SUN397.tar.gz": images, "Partitions.zip": partitions}
 
 
-def eurosat() -> Contents:
+def eurosat(num: int = 2) -> Contents:
     numbers = itertools.count()
     return {
         "EuroSAT.zip": {
             f"2750/{name}/{name}_{i}.jpg": picture(next(numbers), size=(64, 64))
             for name in BY_NAME["eurosat"].class_names
-            for i in (1, 2)
+            for i in range(1, num + 1)
         }
     }
 
