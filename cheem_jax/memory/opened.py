@@ -270,8 +270,7 @@ class OpenMemory:
         return score_open_set(labelled, split, unknown, self.predictor())
 
     def store_scores(self, scores: Sequence[TaskScore]) -> None:
-        """Store scores on test images for `cheem report`; they are ignored after the memory
-        changes."""
+        """Store test scores for `cheem report`; they are ignored after the memory changes."""
         store_evaluated(self.directory, dataclasses.asdict(self.config), to_evaluated(scores))
 
     def export(
