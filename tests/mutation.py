@@ -107,11 +107,14 @@ def changes(
 ) -> Iterator[tuple[Any, range, str, str]]:
     """Yield node, lines, operator and new text of each change at `node` or below.
 
-    Annotations, decorators, texts and errors are not changed. A test has to execute the statement
-    (`fixed`), a part of a longer statement, or the function's `body` if a default argument changes.
+    Annotations, decorators, texts, errors and assertions are not changed. A test has to execute the
+    statement (`fixed`), a part of a longer statement, or the function's `body` if a default
+    argument changes.
     """
     match node:
-        case ast.Raise() | ast.JoinedStr() | ast.FunctionDef(name="__repr__"):
+        case ast.Raise() | ast.Assert() | ast.keyword(arg="strict") | ast.JoinedStr():
+            return
+        case ast.FunctionDef(name="__repr__"):
             return
         case ast.FunctionDef():
             body = range(node.body[0].lineno, node.end_lineno + 1)
