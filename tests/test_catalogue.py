@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,17 @@ from cheem_jax.baselines.catalogue import (
     make,
     make_preset,
 )
-from cheem_jax.cheem.config import PRESETS, CheemLiteConfig
+from cheem_jax.cheem.config import (
+    PRESETS,
+    CheemConfig,
+    CheemLiteConfig,
+    ExplorationConfig,
+    OpSettings,
+    SearchConfig,
+)
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.routing import RouterConfig
+from cheem_jax.core.settings import KINDS, FitConfig
 from cheem_jax.engine.stages import Stages
 from cheem_jax.report import table
 from cheem_jax.report.table import UPPER_BOUNDS
@@ -145,6 +155,92 @@ def pooled_stages() -> Stages:
 def test_impossible_settings_are_refused(name, field, value, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(make_preset(name, "paper"), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (OpSettings, {"rank": 0}),
+        (OpSettings, {"new_rate": 0.0}),
+        (FitConfig, {"epochs": 0}),
+        (FitConfig, {"epochs": 1, "learning_rate": 0.0}),
+        *((SearchConfig, {name: 0}) for name in ("population", "generations", "num_parents")),
+        *((SearchConfig, {"mutation_rate": rate}) for rate in (-0.1, 1.5)),
+        *((SearchConfig, {"epsilon": rate}) for rate in (-0.1, 1.5)),
+        *((SearchConfig, {"tolerance": rate}) for rate in (-0.1, 1.5)),
+        (SearchConfig, {"standard_errors": -0.1}),
+        *((ExplorationConfig, {"epsilon": rate}) for rate in (-0.1, 1.5)),
+        (CheemConfig, {"score_images": -1}),
+        (CheemConfig, {"remove": KINDS}),
+        (CheemConfig, {"remove": ("new", "new")}),
+        (CheemConfig, {"sampling": "anchored", "remove": ("new",)}),
+        (CheemConfig, {"sampling": "anchored", "score": "closed_form"}),
+    ],
+)
+def test_impossible_settings_of_cheem_are_refused_by_name(kind, settings):
+    with pytest.raises(ValueError, match=list(settings)[-1]):
+        kind(**settings)
+
+
+def test_settings_at_their_limits_are_accepted():
+    least = dict.fromkeys(("population", "generations", "num_parents"), 1)
+    none = dict.fromkeys(("mutation_rate", "epsilon", "tolerance", "standard_errors"), 0.0)
+    SearchConfig(**least, **none)
+    SearchConfig(mutation_rate=1.0, epsilon=1.0, tolerance=1.0)
+    assert [ExplorationConfig(epsilon).epsilon for epsilon in (0.0, 1.0)] == [0, 1]
+    OpSettings(rank=1, new_rate=1e-6)
+    FitConfig(epochs=1, learning_rate=1e-6)
+    CheemConfig(batch_size=1, score_images=0, remove=("reuse", "adapt", "new"))
+    CheemConfig(sampling="anchored")
+    RouterConfig(num_centroids=1, shrinkage=1e-6)
+    RouterConfig(shrinkage=1.0)
+
+
+def by_name(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one dict, keyed by names such as `search.population`."""
+    result = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            result |= by_name(value, f"{prefix}{name}.")
+        else:
+            result[f"{prefix}{name}"] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("results", "preset", "chosen"),
+    [
+        ("results_96/runs/cheem", "quick", set()),
+        ("results_96/plus/cheem", "quick", {"router.kind", "router.features"}),
+        # with the paper's router, and the best rank on validation images
+        (
+            "results/runs/cheem-closed_form",
+            "quick_plus",
+            {"ops.rank", "router.kind", "router.features"},
+        ),
+    ],
+)
+def test_published_results_have_the_settings_of_their_preset(results, preset, chosen):
+    file = Path(__file__).parents[1] / "docs" / results / "seed-0" / "config.json"
+    recorded = by_name(json.loads(file.read_text())["cheem"])
+    settings = by_name(json.loads(json.dumps(dataclasses.asdict(PRESETS[preset]))))
+    compared = recorded.keys() & settings.keys()  # some settings are older than others
+    assert {name for name in compared if recorded[name] != settings[name]} == chosen
+    assert len(compared) > 20
+
+
+def test_the_paper_has_no_further_settings_and_demo_trains_longer_than_quick():
+    paper, quick, demo = (PRESETS[name] for name in ("paper", "quick", "demo"))
+    fits = (paper.supernet, paper.finetune)
+    assert {(fit.learning_rate, fit.schedule) for fit in fits} == {(1e-3, "cosine")}
+    assert (paper.search.population, paper.search.num_parents) == (50, 10)
+    assert (paper.search.mutation_rate, paper.router.num_centroids) == (0.1, 5)
+    assert not (paper.augment or paper.fallback or paper.score_images or paper.remove)
+    assert paper.ops.new_rate == 1
+    assert (demo.supernet.epochs, demo.finetune.epochs) == (12, 24)
+    assert demo.supernet.learning_rate == demo.finetune.learning_rate == 2e-3
+    shorter = dataclasses.replace(demo, supernet=quick.supernet, finetune=quick.finetune)
+    assert shorter == quick
 
 
 def test_an_unknown_method_is_answered_with_the_nearest_names():

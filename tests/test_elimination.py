@@ -109,3 +109,8 @@ def test_an_anchor_without_a_finite_loss_is_an_error():
     landscape.noise[3] = np.nan
     with pytest.raises(ValueError, match="lower learning rates"):
         run(landscape)
+
+
+def test_a_single_image_has_no_standard_error():
+    assert is_accepted(np.array([0.0]), 1.0)
+    assert not is_accepted(np.array([1e-3]), 5.0)

@@ -141,6 +141,12 @@ def test_without_tolerance_accuracy_alone_decides():
     assert rank(scored, 50, 0.0).tolist() == [0, 1]
 
 
+def test_an_architecture_without_a_score_does_not_change_the_groups_of_the_others():
+    correct, flops = np.array([np.nan, 45.0, 44.0]), np.array([0.0, 2.0, 1.0])
+    scored = Scored(np.array([[0], [1], [2]]), correct, flops)
+    assert rank(scored, 51, 0.02).tolist() == [2, 1, 0]  # a drop of 1 is below 0.02 * 51
+
+
 def test_equal_candidates_are_ordered_by_their_genes():
     scored = Scored(np.array([[2, 0], [0, 3], [0, 1]]), np.full(3, 5.0), np.zeros(3))
     assert rank(scored, 10, 0.02).tolist() == [2, 1, 0]
@@ -173,12 +179,50 @@ def test_a_mutation_redraws_about_the_given_share_of_genes():
     assert abs(changed - 0.1 * 17 / 18) < 0.01
 
 
-@pytest.mark.parametrize(
-    "settings", [{"population": 0}, {"mutation_rate": 1.5}, {"tolerance": -0.1}]
-)
-def test_senseless_settings_are_refused_by_name(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        SearchConfig(**settings)
+def test_without_mutation_every_parent_has_children():
+    parents = np.arange(12).reshape(3, 4)
+    table = hee.uniform_table([8] * 4)
+    children = mutate(
+        jax.random.key(0), parents, exploit=table, uniform=table, epsilon=0.5, rate=0.0, num=100
+    )
+    assert {tuple(child) for child in np.asarray(children).tolist()} == set(
+        map(tuple, parents.tolist())
+    )
+
+
+def test_the_smaller_half_of_a_generation_is_crossover_and_the_rest_mutation():
+    table = hee.uniform_table([8] * 12)  # so many candidates that no architecture repeats
+    config = SearchConfig(population=13, generations=2, num_parents=4, mutation_rate=0.5)
+    _, scored = search(
+        jax.random.key(0),
+        lambda genomes: genomes[:, 0].astype(float),
+        no_cost,
+        exploit=table,
+        uniform=table,
+        num_images=100,
+        config=config,
+    )
+    first = Scored(scored.genomes[:13], scored.correct[:13], scored.flops[:13])
+    parents = first.genomes[rank(first, 100, config.tolerance)[:4]]
+    key = key_at(jax.random.key(0), 1)
+    crossed = crossover(key_at(key, KeyPurpose.CROSSOVER), parents, num=10 * 6)
+    mutated = mutate(
+        key_at(key, KeyPurpose.MUTATION),
+        parents,
+        exploit=table,
+        uniform=table,
+        epsilon=config.epsilon,
+        rate=0.5,
+        num=10 * 7,
+    )
+    earlier = set(map(tuple, first.genomes.tolist()))
+    expected = []
+    for children, num in ((crossed, 6), (mutated, 7)):
+        rows = dict.fromkeys(map(tuple, np.asarray(children).tolist()))
+        new = [genome for genome in rows if genome not in earlier][:num]
+        earlier |= set(new)
+        expected += new
+    assert list(map(tuple, scored.genomes[13:].tolist())) == expected
 
 
 def test_the_first_generation_is_scored_in_the_order_sampled():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from cheem_jax.core.interruption import Stopped, stop_requests
+from cheem_jax.core.interruption import Stop, Stopped, stop_requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -21,6 +21,10 @@ def test_a_signal_becomes_a_request_and_says_so(number, capfd):
     stopped = stop.stopped("after a step")
     assert isinstance(stopped, Stopped) and isinstance(stopped, KeyboardInterrupt)
     assert (str(stopped), stopped.signal_number) == ("after a step", number)
+
+
+def test_without_a_signal_the_work_ends_as_after_ctrl_c():
+    assert Stop().stopped("the disk is full").signal_number == signal.SIGINT
 
 
 def test_a_second_ctrl_c_stops_at_once():

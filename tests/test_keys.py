@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from cheem_jax.cheem.evolution import KeyPurpose
 from cheem_jax.core.keys import Keys, Phase, key_at, next_power_of_two, order_at
 
 
@@ -36,6 +37,19 @@ def test_seeds_differ_by_position():
     assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == len(positions)
 
 
-@pytest.mark.parametrize("num, power", [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_the_number_of_a_phase_never_changes():
+    """It is part of the keys, so a run of an earlier version resumes with the same samples."""
+    names = (
+        "SUPERNET_INIT SUPERNET_ORDER SUPERNET_MODE SUPERNET_DRAW SEARCH FINETUNE_INIT"
+        " FINETUNE_ORDER CENTROIDS UPPER_BOUND_INIT UPPER_BOUND_ORDER SIMILARITY METHOD_INIT"
+        " METHOD_ORDER METHOD_NOISE METHOD_TUNING ALIGNMENT ALIGNMENT_ORDER SCORE"
+        " SUPERNET_AUGMENTATION FINETUNE_AUGMENTATION"
+    ).split()
+    assert {phase.name: int(phase) for phase in Phase} == {name: i for i, name in enumerate(names)}
+    purposes = [(purpose.name, int(purpose)) for purpose in KeyPurpose]
+    assert purposes == [("FIRST", 0), ("CROSSOVER", 1), ("MUTATION", 2), ("FILL", 3)]
+
+
+@pytest.mark.parametrize("num, power", [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_padding_buckets_are_powers_of_two(num, power):
     assert next_power_of_two(num) == power

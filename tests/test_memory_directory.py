@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.atomic import room_for, write_atomically
 from cheem_jax.memory.directory import (
     NAME,
     check_free,
@@ -140,6 +140,39 @@ def test_a_file_that_cannot_be_replaced_is_named_and_not_its_sibling(tmp_path, m
     with pytest.raises(OSError, match=rf"choose a file in another folder: '{tmp_path}/x.onnx'$"):
         write_atomically(tmp_path / "x.onnx", b"x")
     assert not names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "size"), [(1024, "1.0 kB"), (2**20 - 512, "1023.5 kB"), (2**20, "1.0 MB")]
+)
+def test_a_full_disk_is_reported_with_the_size_of_the_file(num_bytes, size):
+    with pytest.raises(OSError, match=rf"No space left on device, but {size} must be written"):
+        with room_for(Path("x"), num_bytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_no_handle_stays_open(
+    tmp_path, monkeypatch
+):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        events.append((path.is_dir(), path.stat().st_size if path.is_file() else 0))
+        fsync(handle)
+
+    def renamed(source, target):
+        events.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
+    handles = os.listdir("/proc/self/fd")
+    write_atomically(tmp_path / "x.onnx", b"abc")
+    # all three bytes, then the name, then the folder that has the name
+    assert events == [(False, 3), "renamed", (True, 0)]
+    assert len(os.listdir("/proc/self/fd")) == len(handles)
 
 
 def test_a_read_only_disk_is_reported_with_the_name_of_the_file(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cheem_jax.core import npz
-from cheem_jax.core.npz import read_npz
+from cheem_jax.core.npz import read_npz, read_tensors
 
 
 def write(file, members, method=zipfile.ZIP_STORED):
@@ -27,6 +27,7 @@ def test_arrays_are_restored_as_they_were_saved(tmp_path):
         "b": np.array([b"x", b"yz"]),
         "c": np.asfortranarray(np.eye(3)),
         "d": np.int8(3),
+        "e": np.zeros((0, 3), np.float32),
     }
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "x.npz", allow_pickle=False, **arrays)
@@ -83,3 +84,46 @@ def test_bombs_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
 def test_a_member_that_is_no_array_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"x\.npz is not a readable npz file"):
         read_npz(write(tmp_path / "x.npz", {"readme.txt": b"hello, this is text"}))
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_headers_of_the_versions_that_savez_writes_are_read(tmp_path, version):
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, np.arange(3), version=version)
+    file = write(tmp_path / "x.npz", {"w.npy": buffer.getvalue()})
+    if version == (3, 0):
+        with pytest.raises(ValueError, match="format version"):
+            read_npz(file)
+    else:
+        assert read_npz(file)["w"].tolist() == [0, 1, 2]
+
+
+def test_an_archive_of_the_largest_size_is_read(tmp_path, monkeypatch):
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(40))
+    file = write(tmp_path / "x.npz", {"w.npy": buffer.getvalue()})
+    monkeypatch.setattr(npz, "MAX_RATIO", 0)
+    monkeypatch.setattr(npz, "SMALL_BYTES", len(buffer.getvalue()))
+    assert list(read_npz(file)) == ["w"]
+    monkeypatch.setattr(npz, "SMALL_BYTES", len(buffer.getvalue()) - 1)
+    with pytest.raises(ValueError, match="over 0 times as many"):
+        read_npz(file)
+
+
+def test_repeated_names_are_refused(tmp_path):
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        with zipfile.ZipFile(tmp_path / "y.npz", "w") as archive:
+            archive.writestr("w.npy", b"")
+            archive.writestr("w.npy", b"")
+    with pytest.raises(ValueError, match="member names are repeated"):
+        read_npz(tmp_path / "y.npz")
+
+
+def test_tensors_can_have_the_largest_finite_value_and_one_larger_value_is_refused(tmp_path):
+    largest = float(np.finfo(np.float32).max)
+    np.savez(tmp_path / "x.npz", w=np.array([largest, -largest, 0.0]))
+    tensors, metadata = read_tensors(tmp_path / "x.npz")
+    assert tensors["w"].tolist() == [largest, -largest, 0.0] and metadata == {}
+    np.savez(tmp_path / "x.npz", v=np.zeros(2), w=np.array([0.0, -1e39]))
+    with pytest.raises(ValueError, match=r"\['w'\] contain values that are non-finite"):
+        read_tensors(tmp_path / "x.npz")
