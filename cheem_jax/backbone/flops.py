@@ -64,7 +64,8 @@ def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
 
 
 def adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """Count the FLOPs of bottleneck adapters parallel to every FFN (TUNA, MoAL, MoE-Adapters)."""
+    """Count the FLOPs of bottleneck adapters parallel to every FFN (TUNA, MoAL, RanPAC, EASE,
+    MoE-Adapters)."""
     return 2 * config.num_tokens * config.depth * 2 * config.width * bottleneck
 
 

@@ -34,8 +34,8 @@ class EngineConfig:
     """Settings for running networks. They affect results only by rounding."""
 
     executor: Literal["auto", "stages", "whole", "scan"] = "auto"
-    """`stages` compiles one function per op kind, `whole` one per architecture, and `scan` one for
-    all architectures. `auto` selects the executor that was measured to be the fastest."""
+    """`stages` compiles one function per op kind, `whole` one per sequence of op kinds, and `scan`
+    one for all architectures. `auto` selects the executor that was measured to be the fastest."""
     precision: Precision = "float32"
     """Type of the operands of matrix products. Parameters, sums and the loss are always float32."""
     memory_gb: float | None = None
