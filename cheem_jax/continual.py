@@ -40,8 +40,8 @@ from cheem_jax.run_config import (
 )
 
 ROUTING_COST = 10
-"""If task-ID inference loses at least this many percentage points, a message reports which
-task received the images."""
+"""If task-ID inference costs a task at least this many percentage points of accuracy, a message
+reports the other task that received the most of its images."""
 
 
 def run_stream(
@@ -216,7 +216,8 @@ def evaluate(
                 given = np.full(len(task.test.labels), index, np.int32)
                 predictions[index] = method.predict(task.test.images, given)
                 advance(len(task.test.labels))
-                # `advance` does not communicate with the other processes in every call
+                # checked here, because `advance` exchanges stop requests with other processes only
+                # in some calls
                 session.check_stop()
         if not measured:
             hosts.run_on_first(
@@ -281,8 +282,8 @@ def _measure_open_set(stream: Stream, method: Method, session: Session) -> None:
 
 
 def _misses_open_set(stream: Stream, method: Method, session: Session) -> bool:
-    """Whether the record lacks the open-set metrics. Methods without centroids and streams of one
-    task have none."""
+    """Return whether the record lacks the open-set metrics. They are not measured for methods
+    without centroids, or for streams of one task."""
     return (
         len(stream.tasks) > 1
         and isinstance(method, ExpertMemory)
@@ -325,8 +326,8 @@ def _missing_bounds(session: Session, num_tasks: int) -> list[int]:
 def _write_results(
     session: Session, tensorboard: bool, stream: Stream | None = None
 ) -> dict[str, Any]:
-    """Write `results.json` and event files. With `stream`, also write the report, whose examples
-    are its test images."""
+    """Write `results.json` and event files. With `stream`, also write the report, with test images
+    of the stream as examples."""
     if tensorboard:
         hosts.run_on_first(lambda: write_events(session.directory))
     hosts.run_on_first(lambda: write_results(session.directory))

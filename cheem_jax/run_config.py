@@ -60,8 +60,8 @@ class BaseMeans(NamedTuple):
     `config.json`."""
 
     values: np.ndarray | None = None
-    """mu of the base task `[L, D]`, section 'Task similarity'. None if unknown; the similarity to
-    the base task is then neutral (0)."""
+    """mu of the base task `[L, D]`, section 'Task similarity' of the CHEEM paper. None if unknown;
+    the similarity to the base task is then neutral (0)."""
     means_sha256: str | None = None
     """Hash of the means if they are part of the weights."""
     data_sha256: str | None = None
@@ -242,7 +242,8 @@ def find_base_means(
 def make_methods(
     config: RunConfig, networks: FrozenNetworks, num_tasks: int, base: BaseMeans
 ) -> tuple[Sequence[Method], FullFinetune | None]:
-    """Make the method of the run, followed by CHEEM's reference, and the upper bound if it is set.
+    """Make the methods of the run and, if it is set, the upper bound. CHEEM is followed by its
+    reference, linear heads on the frozen backbone.
 
     Raises ValueError if settings contradict each other.
     """

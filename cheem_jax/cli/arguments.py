@@ -137,7 +137,8 @@ def arguments_of(settings: Any, prefix: str = "") -> list[str]:
 
 
 def located(source: str) -> str:
-    """A source of data for another working directory: names stay, paths become absolute."""
+    """Return a source of data that is valid in another working directory: names are unchanged, and
+    paths become absolute."""
     # a late import, so that help works without the packages for data
     from cheem_jax.data.sources import is_name
 

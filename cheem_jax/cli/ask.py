@@ -44,8 +44,8 @@ OPEN_SET = 0.05
 SHOW_PROGRESS_FROM = 500
 """Minimum number of images for a progress bar."""
 BATCH_SIZES = (1, 8, 16)
-"""Batch sizes for which functions are compiled in addition to the largest one. With 32 clients,
-about 10 share a batch."""
+"""Batch sizes for which functions are compiled in addition to the largest one. With 32 clients, a
+batch contains about 10 requests."""
 SCORES_LEGEND = """\
 accuracy: share of images with the right task and class (task-agnostic)
 task ID given: share with the right class, given the task ID
@@ -69,9 +69,9 @@ class Predict(Predicting):
     task: str | None = None
     """Task ID of all images, if it is known; the router is not used then."""
     open_set: float | None = None
-    """Predict `none of my tasks` for images that are farther from the nearest task than this share
-    of the task's validation images, such as 0.05; by default, every image is assigned to a task, as
-    in the paper."""
+    """Share of a task's images that can be rejected, such as 0.05: predict `none of my tasks` for
+    an image if at most this share of the validation images of its nearest task are farther from the
+    task. By default, every image is assigned to a task, as in the paper."""
 
 
 def predict_images(settings: Predict) -> int:
@@ -182,7 +182,7 @@ class Evaluate(OfData, Answering):
     counts as wrong."""
     unknown: Path | None = None
     """Folder of images that belong to no task of the memory. Also measure how well --open-set
-    separates them from the images of DATA, over all rates: AUROC and FPR95."""
+    separates them from the images of DATA, over all thresholds: AUROC and FPR95."""
     json: bool = False
     """Print JSON instead of a table."""
 

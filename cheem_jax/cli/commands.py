@@ -129,7 +129,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
     ),
 }
-"""Commands under the headings of the help; names in parentheses are extras to install."""
+"""Commands, keyed by the headings of the help. A name in parentheses in a help text is an extra to
+install."""
 
 COMMANDS: dict[str, Command] = {
     command.name: command for group in GROUPS.values() for command in group

@@ -79,8 +79,8 @@ class OfData(DataFolder):
     images: Annotated[ImagesConfig, ADVANCED] = ImagesConfig()
     """Storage of decoded images."""
     skip_broken: bool = False
-    """Exclude unreadable images and print their names. At most 5 % (rounded up) of the images of a
-    class in a split can be excluded. All images are decoded one more time."""
+    """Exclude unreadable images and print their names. At most 5 % (rounded up) of the images of
+    each class and of each split can be excluded. All images are decoded one more time."""
 
     def plans(self, purpose: Purpose) -> tuple[Plan, ...]:
         """Return the plans of the tasks, before decoding. Raises ValueError or OSError for

@@ -62,8 +62,8 @@ class Common(StreamInputs):
     """Settings that one run and a study of runs share."""
 
     base_data: str | None = None
-    """Images of the pretraining data (a source of one task, as for `--stream`). Their mean CLS
-    tokens anchor the similarity of tasks."""
+    """Images of the pretraining data (a source of one task, as for `--stream`). CHEEM computes the
+    similarity of a task to the pretraining data from the mean CLS tokens of these images."""
     engine: EngineConfig = EngineConfig()
     """Execution of networks."""
     devices: Literal["all"] | int = 1

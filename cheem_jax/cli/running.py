@@ -162,7 +162,7 @@ def pipes_handled() -> Iterator[None]:
 
 def _output_is_closed() -> bool:
     """Return whether the reader of standard output has closed it. The pipe of a worker process can
-    break, too."""
+    also raise BrokenPipeError."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

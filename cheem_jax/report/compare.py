@@ -52,8 +52,8 @@ STORY = (
     "experts",
     "finetune_losses",
 )
-"""Keys of a task's report in the order in which they are measured. Other keys are measured
-later."""
+"""Keys of a task's report in the order in which their values are measured. The values of other keys
+are measured later."""
 
 
 class Difference(NamedTuple):
@@ -129,7 +129,8 @@ def _different(subject: str, leaf: Leaf) -> Difference:
 
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:
-    """Return the entries of a record in order, keyed by subject. A repeated subject has a number.
+    """Return the entries of a record in order, keyed by subject. If a subject is repeated, a number
+    is appended.
 
     Entries that contain only circumstances are omitted, such as the entry of a process that resumed
     the run.

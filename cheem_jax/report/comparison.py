@@ -30,8 +30,8 @@ MEASURES = (
     "seconds",
     "fom",
 )
-"""Measures of the comparison. Accuracies are in [0, 1], FLOPs per image, `params` numbers of
-parameters, and `seconds` the time spent on learning."""
+"""Measures of the comparison. Accuracies are in [0, 1], FLOPs are per image, `params_learned` and
+`params_stored` are numbers of parameters, and `seconds` is the time spent on learning."""
 
 
 AGNOSTIC = ("average_accuracy", "last_accuracy", "incremental_accuracy", "average_forgetting")

@@ -27,7 +27,8 @@ from cheem_jax.run.results import Results, curve_of
 INK, FAINT = "#262626", "#757575"
 DPI = 150
 MOST_ROWS, MOST_CELLS = 60, 30
-"""Maximum number of tasks in a grid of architectures, and on each axis of a heat map."""
+"""Maximum number of tasks in a grid of architectures (MOST_ROWS), and on an axis of a heat map or
+curve (MOST_CELLS)."""
 LONGEST_NAME = 28
 EMPTY, FRAME = "#f4f4f4", "#dcdcdc"
 COLUMNS, ROWS = 10, 8
@@ -40,8 +41,7 @@ MARGIN = 28
 GAP = 12
 TITLE = 50
 CAPTION = 24
-"""Layout of contact sheets in pixels. Sizes and positions are integers, so images are not
-resampled."""
+"""Layout of contact sheets in pixels."""
 
 ExampleImages = UInt8[np.ndarray, "_ _ _ 3"]
 """Images `[K, S, S, 3]`; K differs between classes and tasks."""
@@ -62,8 +62,8 @@ def write_figures(directory: Path, results: Results) -> Path:
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
-    """Write a figure of the target networks: each row is a task (the first one is the base), and
-    each column is a block.
+    """Write a figure of the target networks: each row is a task, except for the base in the first
+    row, and each column is a block.
 
     The colour of a cell is the op of the block, and its text is the task that added the expert.
     """

@@ -31,8 +31,8 @@ MEMORY = "a memory, not a run of an experiment"
 
 
 MOST_RANK = 64
-"""Largest rank of LoRA-CL in a preset or a choice on validation images; runs with larger ranks are
-references."""
+"""Largest rank of LoRA-CL in the presets and in the selection on validation images. Runs with
+larger ranks are references, so tables display their rank."""
 
 
 class RunRecord(NamedTuple):

@@ -87,4 +87,4 @@ def _escape(text: str) -> str:
     """Escape HTML, links, images and column separators in a cell of a Markdown table."""
     text = re.sub(r"[\\|]", r"\\\g<0>", printable(text).replace("\n", " "))
     text = text.replace("&", "&amp;").replace("](", r"]\(")
-    return re.sub(r"<(?=\S)", "&lt;", text)  # a tag has no blank after its bracket
+    return re.sub(r"<(?=\S)", "&lt;", text)  # `<` starts a tag only if no blank follows

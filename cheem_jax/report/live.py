@@ -102,8 +102,8 @@ def _format_tasks(num: int) -> str:
 
 
 def averages(snapshot: Snapshot) -> list[str]:
-    """Return the averages over the learned tasks as text. If a task is not measured after the last
-    one, return the average accuracy right after learning."""
+    """Return the averages over the learned tasks as text. If a task was not measured after the last
+    task, return the average accuracy right after learning."""
     results = snapshot.results
     if not results:
         return []

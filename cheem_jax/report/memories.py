@@ -74,8 +74,8 @@ def store_evaluated(
 def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[str, Any]:
     """Replace the last row of a memory's results by the latest accuracies, and update its averages.
 
-    Forgetting is the drop from the highest accuracy since the task was learned. A new row of the
-    routing contains only the share of the right task.
+    Forgetting is the drop from the highest accuracy since the task was learned. In the routing
+    matrix, a replaced row contains only the share of the right task.
     """
     names = [task["name"] for task in results["tasks"]]
     if not measured or not set(measured) & set(names):
@@ -83,14 +83,15 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     accuracy, local, routing = (
         matrix_from_json(results[key]) for key in ("accuracy", "local_accuracy", "routing")
     )
-    # earlier rows were measured on the images of their time
+    # only the last row is measured on the images of `cheem evaluate`
     num_images = np.tile(num_tested(results["tasks"]), (len(names), 1))
     for index, name in enumerate(names):
         if (one := measured.get(name)) is not None:
             accuracy[-1, index], local[-1, index] = one.accuracy, one.accuracy_given
             num_images[-1, index] = one.num_images
             if routing[index, index] != one.task_accuracy:
-                # The images differ, so the inferred tasks of the other images are unknown.
+                # `cheem evaluate` used different images, and only the share of right task IDs is
+                # known.
                 routing[index] = np.nan
                 routing[index, index] = one.task_accuracy
     matrices = {"accuracy": accuracy, "local_accuracy": local, "routing": routing}

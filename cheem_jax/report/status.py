@@ -16,19 +16,21 @@ from cheem_jax.run.progress import STATUS_FILE, Doing
 from cheem_jax.run.results import results_of
 
 CLOCK_ERROR = 5.0
-"""Maximum difference in seconds between the system's clocks."""
+"""Tolerance in seconds for comparing the start of a process (from /proc) with the modification time
+of its owner file."""
 
 
 class Owner(NamedTuple):
-    """The process that works on a run, and the time when it started in seconds since 1970."""
+    """The process that works on a run, and the time when it locked the directory (seconds since
+    1970)."""
 
     pid: int
     host: str
     since: float
 
     def activity(self, config: Mapping[str, Any]) -> str:
-        """Describe in a clause how the process works on a memory that has the configuration
-        `config`."""
+        """Describe the activity of the process in a clause; `config` is the configuration of the
+        memory."""
         who = f"process {self.pid} on {self.host}"
         learning = (config.get("learning") or {}).get("name")
         return f"{who} is learning {learning!r} now" if learning else f"{who} works on it now"
@@ -173,8 +175,8 @@ def read_snapshot(directory: Path, now: float) -> Snapshot:
 def _read_results(
     directory: Path, size: int, changed: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
-    """Read the entries and results of a record, and its errors. The result is cached; `size` and
-    `changed` (modification time) invalidate the cache."""
+    """Read the entries and results of a record, and its errors. The result is cached until `size`
+    or `changed` (modification time) of the record changes."""
     entries = []
     results = {}
     try:

@@ -23,7 +23,8 @@ def check_installed() -> None:
 
 def write_events(directory: Path) -> Path:
     """Write the events of each method to `tensorboard/METHOD/NAME` and return the folder
-    `tensorboard`. If the record has grown, bytes are only appended to the files."""
+    `tensorboard`. The files are written again completely. For a record that has grown, their
+    earlier bytes stay the same, as if events were appended."""
     check_installed()
     from tensorboardX import RecordWriter, summary  # pyright: ignore[reportMissingImports]
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (generated on import)

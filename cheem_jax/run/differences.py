@@ -13,8 +13,8 @@ MISSING = object()
 
 
 class Leaf(NamedTuple):
-    """A difference between two values. Its text is a sentence with the first value (there) and the
-    second value (here)."""
+    """A difference between two values. As text, it is a sentence that says `there` for the first
+    value and `here` for the second value."""
 
     place: tuple[str | int, ...]
     """Path from the root to the value: mapping keys and list indices."""
@@ -44,8 +44,8 @@ def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ())
 
 
 def summary(differences: Sequence[Leaf], what: str) -> str:
-    """Describe the first difference and count the others; `what` is a plural noun for them, such as
-    `settings`."""
+    """Describe the first difference and count the others; `what` is a plural noun for the differing
+    values, such as `settings`."""
     more = len(differences) - 1
     return f"{differences[0]}" + (f" ({more} more {what} differ)" if more else "")
 
@@ -58,8 +58,8 @@ def dotted(place: Sequence[str | int]) -> str:
 
 
 def _displayed(first: Any, second: Any) -> tuple[str, str]:
-    """Format both values with enough digits to be different, or with the part of the text that
-    differs."""
+    """Format both values: floats with enough digits to tell them apart, and long texts as the part
+    that differs."""
     if isinstance(first, float) and isinstance(second, float):
         digits = next(
             (n for n in range(5, 17) if f"{first:.{n}g}" != f"{second:.{n}g}"),
@@ -78,7 +78,7 @@ def _displayed(first: Any, second: Any) -> tuple[str, str]:
 def _text(value: Any) -> str:
     if value is MISSING:
         return "missing"
-    # the other value has no such mapping, so its entries are not compared
+    # the other value is not a mapping, so the entries need not be displayed
     return "given" if isinstance(value, Mapping) else json.dumps(value)
 
 

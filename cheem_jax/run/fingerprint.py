@@ -35,7 +35,8 @@ PACKAGE = Path(__file__).parents[1]
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
 """Environment variables that can change results, except those in `HARMLESS`."""
 HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
-"""Environment variables that only affect files and output, or repeat the device."""
+"""Matches of `VARIABLES` that only affect files and output, or select the device, which is recorded
+separately."""
 
 
 def take(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ SECONDS_BETWEEN_WRITES = 2.0
 """Minimum number of seconds between two writes of the status file within a phase. The start of a
 phase is written immediately, because the phase can compile for minutes."""
 LARGEST_SHARE = 0.01
-"""Maximum fraction of time for writing the status file; on a slow disk, it is written less
+"""Maximum fraction of time for writing the status file. On a slow disk, the file is written less
 often."""
 
 

@@ -86,8 +86,8 @@ def read_results(directory: Path) -> dict[str, Any]:
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Compute the results after the last evaluated task. References and upper bounds have the key
-    `references`.
+    """Compute the results after the last evaluated task. The results of references and upper bounds
+    are under the key `references`.
 
     Raises ValueError if the record is incomplete.
     """
@@ -221,7 +221,8 @@ def curve_of(
 def averages(
     accuracy: np.ndarray, local: np.ndarray, num_images: np.ndarray
 ) -> dict[str, float | None]:
-    """Average the accuracies and the forgetting; `num_images` are those of `num_tested`.
+    """Average the accuracies and the forgetting; `num_images` contains the numbers of test images,
+    as in `metrics.accuracy_curve`.
 
     Average accuracy is the mean over tasks after the last task. Last accuracy and average
     incremental accuracy are the last value and the mean of `metrics.accuracy_curve`. An average is

@@ -1,6 +1,6 @@
 """The rolling checkpoint: the state of a task in progress, saved at intervals.
 
-    checkpoints/cheem/running-000007/    format as of a learned task; the newest one is read
+    checkpoints/cheem/running-000007/    same format as a finished task; the newest one is read
 
 The state includes the position in the task (phase and step), and PRNG keys are functions of the
 position. A resumed run therefore has the same result as an uninterrupted run.

@@ -349,7 +349,7 @@ def _sections(
 
 
 def _curves(results: Results) -> dict[str, list[Results]]:
-    """The run and its references, keyed by the name of the method."""
+    """Return the run and its references, keyed by the name of the method."""
     references = results.get("references") or {}
     return {
         METHODS[run["method"]]: [run]

@@ -1,7 +1,7 @@
 """Charts of one or more runs, as plotly JSON made from their results.
 
-Colours are names such as `@ink`, which page.js replaces by the values in page.css. It also sets
-margins, legends and colour bars.
+Colours are names such as `@ink`, which page.js replaces by the values in page.css. page.js also
+sets margins, legends and colour bars.
 """
 
 import html
@@ -179,10 +179,10 @@ def forgetting(results: Results) -> Chart:
 
 
 def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
-    """Accuracy in % over the test images of all tasks so far, after each task: one curve per title,
-    the mean over its runs. Runs without an accuracy matrix have no curve.
+    """Plot the accuracy in percent over the test images of all tasks so far, after each task. Each
+    title has one curve, the mean over its runs. Runs without an accuracy matrix have no curve.
 
-    Raises EmptySection if no run has one.
+    Raises EmptySection if there is no curve.
     """
     first = next(iter(runs.values()))[0]
     tasks = spread(len(first["tasks"]), SHOWN)
@@ -226,7 +226,8 @@ def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
 
 
 def open_set(results: Results) -> Chart:
-    """AUROC and FPR95 in % of rejecting images of later tasks, after each task but the last."""
+    """Plot AUROC and FPR95 in percent for rejecting images of later tasks, after each task but the
+    last."""
     tasks = spread(len(results["open_set"]), SHOWN)
     x = task_axis(results, tasks, "after learning")
     traces = []
@@ -369,8 +370,8 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
 
 
 def score_name(report: Mapping[str, Any]) -> str:
-    """Return the score that ranked the architectures of a task; the default is the supernet's
-    head."""
+    """Return the name of the score that ranked the architectures of a task; the default is the
+    accuracy of the supernet's shared head."""
     return report["search"].get("score", "shared_head")
 
 
