@@ -309,8 +309,8 @@ def _decode(part: EncodedSplit, rows: np.ndarray) -> np.ndarray:
 
 
 def _first_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
-    """Return the rows of up to `num` images per class, sorted by their rank within the class, then
-    by class."""
+    """Return the rows of up to `num` images per class: the first image of each class, then the
+    second image of each class, and so on."""
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(labels.max() + 1))
     ranks = np.arange(len(labels)) - starts[labels[order]]

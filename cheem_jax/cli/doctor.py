@@ -73,7 +73,7 @@ def collect(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]
     devices = results.get("devices", {})
     if devices.get("platform") == "cpu":
         if gpus:
-            # empty if it is already installed
+            # empty if the extra is already installed
             way_out = extras.get("cuda12", "").partition("; ")[2]
             if "JAX_PLATFORMS" in os.environ:
                 way_out = "unset JAX_PLATFORMS"

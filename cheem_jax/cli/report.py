@@ -106,7 +106,7 @@ def write_tensorboard(settings: Tensorboard) -> None:
 
 
 OTHER_LINES = 20
-"""Number of lines of the display without the rows of tasks."""
+"""Number of lines of the display besides the rows of tasks."""
 MOST_ROWS = 40
 """Maximum number of displayed tasks if the height of the output is unlimited."""
 

@@ -92,7 +92,7 @@ class RunSettings(Common):
     options: AvoidSubcommands[BaselineConfig | None] = None
     """Settings of the method, unless it is `cheem` or `cheem_lite`."""
     pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
-    """Scale of pixel values: `checkpoint` as in pretraining, `unit` from 0 to 1 as in the
+    """`checkpoint` normalises pixels as in pretraining; `unit` scales them to 0..1, as in the
     CODA-Prompt code."""
     router: str | None = None
     """A smaller network that infers the task ID (`cheem_lite`, `moe_adapters`): a backbone, or
@@ -101,8 +101,8 @@ class RunSettings(Common):
     """Weights of the router, as for `--weights`; for alexnet a file that
     convert/torchvision_alexnet.py writes."""
     hosts: HostsConfig = HostsConfig()
-    """More than one process as one job; each process is started with the same command and --devices
-    all."""
+    """Connection of more than one process to one job. Each process is started with the same command
+    and --devices all."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None

@@ -28,13 +28,13 @@ def run_command(
 ) -> None:
     """Run a command; exit with SystemExit if it fails or returns a status other than 0.
 
-    `directory` is the folder that the command writes and resumes; `computes` enables the cache of
-    compiled functions. If a process of a job fails, it ends immediately, so that the other
-    processes do not wait for it.
+    `directory` is the folder that the command writes, and in which it resumes; `computes` enables
+    the cache of compiled functions. If a process of a job fails, it ends immediately, so that the
+    other processes do not wait for it.
     """
     try:
         with pipes_handled(), errors_in_a_line(directory):
-            # the loaders report large images and corrupted EXIF data
+            # the loaders report large images and corrupted EXIF data themselves
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
             if computes:

@@ -126,8 +126,8 @@ def comparison_grid(
     titles: Mapping[str, str] = METHODS,
     rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> Grid:
-    """Make the table of a comparison; `titles` contains the displayed name for each key of
-    `runs_by_method`, and `rows` the result of `comparison` if it is available."""
+    """Make the table of a comparison. `titles` contains the displayed name for each key of
+    `runs_by_method`; `rows` is the result of `comparison`, which is computed if it is None."""
     rows = comparison(runs_by_method) if rows is None else rows
     first = next(iter(runs_by_method.values()))[0]
     several = any(row["runs"] > 1 for row in rows)

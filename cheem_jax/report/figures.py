@@ -243,7 +243,7 @@ class StreamRow(NamedTuple):
     num_val: int
     num_test: int
     examples: ExampleImages
-    """Test images `[K, S, S, 3]`; at most MOST_OF_TASK are displayed."""
+    """Example images `[K, S, S, 3]`; at most MOST_OF_TASK are displayed."""
 
 
 def contact_sheet(

@@ -290,10 +290,10 @@ IMAGE_MEASURES = (
 
 def measurements(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     """Return the measurements of a run, keyed by measure and task. Accuracies and forgetting are in
-    percent, FLOPs in GFLOPs per image, and durations in hours per task.
+    percent, FLOPs are in GFLOPs per image, `hours` are per task, and `seconds` are in total.
 
-    A mean over tasks has an empty task in its key. The duration of a phase has the phase in place
-    of the task.
+    The task in a key is empty for a mean over tasks. For the duration of a phase, it is the name of
+    the phase.
     """
     key = accuracy_key(results["method"])
     is_bound = key == "local_accuracy"

@@ -125,8 +125,8 @@ def _remove_for_good(partial: Path) -> None:
 
 @functools.cache
 def _checkpointer(num_processes: int, process: int) -> Any:
-    """Make an Orbax checkpointer for this process only. Each process has all arrays, so the
-    checkpointer never waits for other processes.
+    """Make an Orbax checkpointer that never waits for other processes of a job; it need not,
+    because each process has all arrays.
 
     The checkpointer is cached, because making one is slower than reading a small task.
     """

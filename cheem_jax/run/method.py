@@ -46,7 +46,7 @@ class Method(Protocol):
         ...
 
     def save(self, root: Path) -> None:
-        """Save the last task in `root`, and continue with the bytes read back from disk."""
+        """Save the last task in `root`, read it back, and continue with the arrays from disk."""
         ...
 
     def open(self, root: Path) -> None:
@@ -195,8 +195,8 @@ class FrozenFeatures:
 
 class FrozenNetworks(NamedTuple):
     """The executor of the frozen backbone, the backbone's features, and the features for task-ID
-    inference. Both features are the same object if the router reads the backbone's own final
-    features."""
+    inference. `features` and `router_features` are the same object if the router reads the
+    backbone's own final features."""
 
     executor: Executor
     features: FrozenFeatures

@@ -28,7 +28,7 @@ NAME_WIDTH = 20
 STATUS_FILE = ".status.json"
 SECONDS_BETWEEN_WRITES = 2.0
 """Minimum number of seconds between two writes of the status file within a phase. The start of a
-phase is written immediately, because the phase can compile for minutes."""
+phase is written immediately, because compiling can delay the next write by minutes."""
 LARGEST_SHARE = 0.01
 """Maximum fraction of time for writing the status file. On a slow disk, the file is written less
 often."""

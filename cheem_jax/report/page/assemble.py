@@ -361,8 +361,8 @@ def _curves(results: Results) -> dict[str, list[Results]]:
 
 
 def _section(key: str, title: str, lead: str, **make: Callable[[], Any]) -> Section:
-    """Make a section with the parts returned by functions. An error of a function becomes the text
-    of the section."""
+    """Make a section from the functions that return its parts. If a function raises an error, the
+    section displays the error."""
     try:
         return Section(key, title, lead, {name: function() for name, function in make.items()})
     except EmptySection as error:

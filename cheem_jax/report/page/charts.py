@@ -505,8 +505,8 @@ def axis(title: str, **settings: Any) -> Spec:
 
 
 def category_axis(full: Sequence[str], short: Sequence[str], title: str = "") -> Spec:
-    """Make an axis over names: full names in the hover text, and short names at up to MANY
-    ticks."""
+    """Make an axis over names. The hover text contains the full names; up to MANY ticks are
+    labelled with the short names."""
     ticks = spread(len(full), MANY if len(full) <= MANY else 12)
     return axis(
         title,
