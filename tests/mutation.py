@@ -214,6 +214,8 @@ def run_tests(
     if not child:
         try:
             os.setsid()
+            # a background process ignores Ctrl-C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             resource.setrlimit(resource.RLIMIT_CPU, (int(5 * seconds + 60), resource.RLIM_INFINITY))
             output = os.open(scratch / "output", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)

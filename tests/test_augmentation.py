@@ -4,6 +4,7 @@ augmented."""
 import numpy as np
 import pytest
 import small
+from PIL import Image
 
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.core.keys import Keys
@@ -97,6 +98,56 @@ def test_a_change_keeps_the_form_and_only_the_identity_keeps_the_image(monkeypat
     assert (name == "identity") == any(
         np.array_equal(result, like) for like in (image, image[:, ::-1])
     )
+
+
+def changed(name: str, pixels: np.ndarray, strength: float) -> np.ndarray:
+    return np.asarray(CHANGES[name](Image.fromarray(pixels), strength)).astype(float)
+
+
+def test_changes_of_colour_have_the_stated_ranges():
+    grey = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
+    values = grey.astype(float)
+    for name in ("solarize", "posterize", "color", "contrast", "brightness", "sharpness"):
+        np.testing.assert_array_equal(changed(name, grey, 0.0), values)
+    for sign in (-1, 1):
+        expected = np.where(values < 128, values, 255 - values)
+        np.testing.assert_array_equal(changed("solarize", grey, sign), expected)
+        np.testing.assert_array_equal(changed("posterize", grey, sign), values // 16 * 16)
+    for strength, factor in ((1.0, 1.6), (-0.5, 0.7)):
+        bright = np.minimum(values * factor, 255)
+        np.testing.assert_allclose(changed("brightness", grey, strength), bright, atol=1)
+        contrast = np.clip(128 + factor * (values - 128), 0, 255)  # 128 is the mean, rounded
+        np.testing.assert_allclose(changed("contrast", grey, strength), contrast, atol=1)
+    two = np.zeros((8, 8, 3), np.uint8) + np.array([200, 100, 100], np.uint8)
+    luma = 0.299 * 200 + 0.701 * 100
+    for strength, factor in ((0.25, 1.15), (-1.0, 0.4)):
+        expected = luma + factor * (np.array([200, 100, 100]) - luma)
+        np.testing.assert_allclose(changed("color", two, strength)[4, 4], expected, atol=1.5)
+    edge = np.repeat(np.repeat([[100], [140]], 8, axis=0)[:, :, None], 3, axis=2)
+    edge = np.repeat(edge, 16, axis=1).astype(np.uint8)
+    # the smoothed rows next to the edge are 100 + 40 * 3 / 13 and 140 - 40 * 3 / 13
+    rows = changed("sharpness", edge, 1.0)[7:9, 8, 0]
+    np.testing.assert_allclose(rows, [100 - 0.6 * 120 / 13, 140 + 0.6 * 120 / 13], atol=1)
+
+
+def test_changes_of_the_form_turn_by_20_degrees_and_shear_by_a_fifth_about_the_centre():
+    """Each pixel's colour is its position, so the inner part of an image shows the map."""
+    rows, columns = np.mgrid[0:64, 0:64] * 4
+    image = np.stack([rows, columns, np.zeros_like(rows)], axis=-1).astype(np.uint8)
+    inner = np.s_[20:44]
+    y, x = np.mgrid[inner, inner] - 31.5
+    for strength in (1.0, -0.5):
+        angle = np.radians(20 * strength)
+        turned = (x * np.sin(angle) + y * np.cos(angle), x * np.cos(angle) - y * np.sin(angle))
+        maps = {
+            "rotate": turned,
+            "shear_x": (y, x + 0.2 * strength * y),
+            "shear_y": (y + 0.2 * strength * x, x),
+        }
+        for name, expected in maps.items():
+            place = changed(name, image, strength)[inner, inner] / 4 - 31.5
+            np.testing.assert_allclose(place[..., 0], expected[0], atol=0.6)
+            np.testing.assert_allclose(place[..., 1], expected[1], atol=0.6)
 
 
 @pytest.mark.full
