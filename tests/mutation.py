@@ -67,8 +67,8 @@ TREE = ROOT
 """The copy of the working tree in which this process runs tests."""
 
 
-Runs = list[tuple[str, frozenset[str], float]]
-"""Test file, tests and their usual CPU seconds."""
+Runs = list[tuple[str, list[str], float]]
+"""Test file, tests in the order in which they run, and their usual CPU seconds."""
 
 
 class Mutant(NamedTuple):
@@ -177,7 +177,7 @@ def copy(node: ast.AST, **fields: Any) -> Any:
 class Observer:
     """Select and order the tests of a file, and note their CPU seconds, failures and lines."""
 
-    def __init__(self, chosen: frozenset[str] | None, coverage: Any):
+    def __init__(self, chosen: list[str] | None, coverage: Any):
         self.chosen = chosen
         self.coverage = coverage
         self.seconds: dict[str, float] = {}
@@ -185,7 +185,9 @@ class Observer:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.chosen is not None:
-            items[:] = [item for item in items if item.nodeid in self.chosen]
+            order = {name: i for i, name in enumerate(self.chosen)}
+            items[:] = [item for item in items if item.nodeid in order]
+            items.sort(key=lambda item: order[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.seconds[nodeid] = -sum(os.times()[:4])
@@ -205,7 +207,7 @@ class Observer:
 
 
 def run_tests(
-    tree: Path, file: str, chosen: frozenset[str] | None, seconds: float, is_recorded: bool = False
+    tree: Path, file: str, chosen: list[str] | None, seconds: float, is_recorded: bool = False
 ) -> dict[str, Any]:
     """Run the `chosen` tests of a file of `tree` in a fork of this process: until one fails, or all
     if the lines are recorded. A limit far above `seconds`, their usual CPU time, ends them."""
@@ -243,7 +245,7 @@ def run_tests(
 
 
 def run_pytest(
-    tree: Path, file: str, chosen: frozenset[str] | None, scratch: Path, is_recorded: bool
+    tree: Path, file: str, chosen: list[str] | None, scratch: Path, is_recorded: bool
 ) -> dict[str, Any]:
     """Run pytest in this process, whose temporary files are in `scratch`."""
     import coverage
@@ -337,8 +339,8 @@ def runs_of(mutant: Mutant, recordings: list[dict[str, Any]], limit: float) -> R
     """List the tests to run for a mutant, by file, with their usual CPU seconds.
 
     First those that execute its lines, then the others of the same files; in both cases, the file
-    named after the module is the first, and faster files are earlier. Runs that exceed the `limit`
-    of CPU seconds are omitted.
+    named after the module is the first, and faster files are earlier. The fastest tests of a file
+    run first, and those that exceed the `limit` of CPU seconds are omitted.
     """
     runs = []
     for recording in recordings:
@@ -350,13 +352,19 @@ def runs_of(mutant: Mutant, recordings: list[dict[str, Any]], limit: float) -> R
         start = max(0, recording["cpu"] - sum(seconds.values()))
         is_other = Path(file).stem != f"test_{Path(mutant.module).stem}"
         for turn, chosen in enumerate([tests, usable - tests] if tests else []):
-            total = start + sum(seconds[test] for test in chosen)
-            runs.append((turn, is_other, total, file, frozenset(chosen)))
+            costs = sorted((seconds[test], test) for test in chosen)
+            total = start + sum(cost for cost, _ in costs)
+            runs.append((turn, is_other, total, file, start, costs))
     selected = []
-    for _, _, seconds, file, chosen in sorted(runs, key=lambda run: run[:4]):
-        if chosen and (not selected or seconds <= limit):
-            selected.append((file, chosen, seconds))
-            limit -= seconds
+    for *_, file, total, costs in sorted(runs):
+        tests = []
+        for cost, test in costs:
+            if total + cost <= limit:
+                tests.append(test)
+                total += cost
+        if tests:
+            selected.append((file, tests, total))
+            limit -= total
     return selected
 
 
