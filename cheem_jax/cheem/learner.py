@@ -436,9 +436,8 @@ def search_backward(
     """
     underway = learning.underway
     labels = learning.task.val.labels
-    # networks that are scored after the single changes are not counted: their number is not known
-    # in advance
-    total = len(labels) * (1 + sum(map(len, anchor.changes)))
+    # the anchor, every change alone, and at most once more together with the accepted ones
+    total = len(labels) * (1 + 2 * sum(map(len, anchor.changes)))
     with learning.session.phase("search", total, underway.saved) as advance:
 
         def keep(eliminated: Eliminated) -> None:
