@@ -60,8 +60,8 @@ from cheem_jax.run.method import Encoder
 from cheem_jax.run.session import Session
 
 ACTIVE = 2
-"""Number of experts per image and block, and number of experts per block that are frozen after a
-task."""
+"""Number of experts that an image uses in each block. As many experts of each block are frozen
+after a task."""
 NOISE_FLOOR = 0.01
 """Smallest standard deviation of the noise on a router's logits."""
 HIDDEN = 100

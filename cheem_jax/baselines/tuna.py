@@ -272,7 +272,7 @@ def cosine_loss(
 
 
 def merge(bank: Sequence[Bottleneck]) -> Bottleneck:
-    """Merge adapters to the universal adapters.
+    """Merge the adapters of all tasks into the universal adapter of each block.
 
     Each element has the sign of its mean over tasks, and the largest magnitude among the elements
     with this sign.

@@ -252,7 +252,7 @@ def closed_form_score(
     batch_size: int,
     advance: Advance = no_progress,
 ) -> Score:
-    """Make a score function for the search that fits a closed-form head to each candidate.
+    """Make a score function that fits a closed-form head to each candidate of the search.
 
     The function maps genomes `[P, L]` to the number of correct predictions `[P]` out of N + M. Each
     training image is predicted by the head fitted to all other training images; validation images

@@ -136,7 +136,7 @@ class Cheem(ExpertMemory):
         ]
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Learn the next task in all phases, and return its report (see `Method.learn`)."""
+        """Run all phases of learning the next task, and return its report (see `Method.learn`)."""
         learning = self.begin(task, session)
         similarity = self.similarity(learning)
         tables = sampling_tables(self.config, learning.candidates, similarity)

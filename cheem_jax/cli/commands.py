@@ -21,8 +21,8 @@ class Command(NamedTuple):
         """Return the dataclass of the options, and the function. Raises ImportError for missing
         packages.
 
-        If the defaults depend on the arguments, the dataclass has a method `defaults` that accepts
-        the arguments.
+        If the defaults of the options depend on the command line, the dataclass has a method
+        `defaults` that accepts the command-line arguments.
         """
         module, _, name = self.function.partition(".")
         function = getattr(importlib.import_module(f"cheem_jax.cli.{module}"), name)

@@ -81,8 +81,8 @@ class TaskMemory:
     centroids: Float[np.ndarray, "K E"]
     """Centroids of k-means, or class means, for the router (`TaskStatistics.centroids`)."""
     distances: Float[np.ndarray, "Q"] | None = None
-    """Quantiles of the distance from validation images to the nearest centroid, in equal steps from
-    0 to 1. None in experiments."""
+    """Quantiles of the distance from a validation image to its nearest centroid, at equally spaced
+    levels from 0 to 1. None for a task of a run, which does not compute them."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Further statistics for the router (`TaskStatistics.moments`); empty for k-means."""
     temperature: float = 1.0

@@ -177,8 +177,8 @@ class Executor(abc.ABC):
         splits = [nnx.split(block) for block in vit.blocks]
         placed = {id(leaf): layout.replicate(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # Matrices of a block are only operands of products, so they are rounded to the operand type
-        # once instead of in every call.
+        # The matrices of a block have no use but as operands of matrix products. They are therefore
+        # rounded to the operand type once, and not in every call.
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
             tuple(

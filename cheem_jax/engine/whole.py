@@ -164,8 +164,8 @@ class Whole(Executor):
         return {(begin, *skipped)}
 
     def counters(self) -> dict[str, Any]:
-        """Return the numbers of cache hits, misses and evictions, and the seconds of
-        compilations."""
+        """Return the numbers of cache hits, misses and evictions, and the total time of compiling in
+        seconds."""
         cache = self.cache
         return {
             "executor": self.name,
