@@ -177,7 +177,7 @@ class Executor(abc.ABC):
         splits = [nnx.split(block) for block in vit.blocks]
         placed = {id(leaf): layout.replicate(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # The matrices of a block have no use but as operands of matrix products. They are therefore
+        # Each use of a block's matrices is as an operand of a matrix product. They are therefore
         # rounded to the operand type once, and not in every call.
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [

@@ -164,7 +164,7 @@ class Whole(Executor):
         return {(begin, *skipped)}
 
     def counters(self) -> dict[str, Any]:
-        """Return the numbers of cache hits, misses and evictions, and the total time of compiling in
+        """Return the numbers of cache hits, misses and evictions, and the total compile time in
         seconds."""
         cache = self.cache
         return {

@@ -18,8 +18,8 @@ STATED: dict[str, dict[str, Any]] = tomllib.loads(
     (Path(__file__).parent / "settings.toml").read_text(encoding="utf-8")
 )
 """For CHEEM, the value that the paper states for each setting (`paper`), or the `reason` of our
-value. For each baseline, the reason of its settings, of which the paper states only Adam without
-weight decay."""
+value. For each baseline, the reason of its settings; the paper states only Adam without weight
+decay."""
 NOT_STATED = "not stated"
 
 
