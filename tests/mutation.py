@@ -356,15 +356,16 @@ def runs_of(mutant: Mutant, recordings: list[dict[str, Any]], limit: float) -> R
             total = start + sum(cost for cost, _ in costs)
             runs.append((turn, is_other, total, file, start, costs))
     selected = []
-    for *_, file, total, costs in sorted(runs):
+    for *_, file, start, costs in sorted(runs):
+        total = start
         tests = []
         for cost, test in costs:
-            if total + cost <= limit:
+            if cost <= limit:
                 tests.append(test)
                 total += cost
+                limit -= cost
         if tests:
             selected.append((file, tests, total))
-            limit -= total
     return selected
 
 
@@ -392,7 +393,9 @@ def main() -> None:
     add("--only", nargs="+", default=MODULES, help="folders and modules of cheem_jax")
     add("--per-module", type=int, default=10, help="number of mutants per module; 0 is all")
     add("--tests", nargs="+", default=["*/test_*.py"], help="patterns of test files")
-    add("--seconds", type=float, default=60, help="CPU seconds of tests per mutant")
+    add(
+        "--seconds", type=float, default=60, help="CPU seconds of tests per mutant, without imports"
+    )
     add("--workers", type=int, default=1, help="number of processes")
     add("--again", action="store_true", help="judge mutants that survived again")
     add("--directory", type=Path, default=ROOT / "runs" / "mutants", help="folder of the results")

@@ -9,6 +9,14 @@ import pytest
 from cheem_jax.core.interruption import Stop, Stopped, stop_requests
 
 
+@pytest.fixture(autouse=True)
+def foreground():
+    """In a background process, such as `make test &`, Ctrl-C is ignored."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_becomes_a_request_and_says_so(number, capfd):
     usual = signal.getsignal(number)
