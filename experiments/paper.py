@@ -23,7 +23,7 @@ from typing import Any
 
 from charts import check_folder, names_in
 from pages import write_tables
-from studies.paper import settings_table
+from studies.paper import equations, settings_table
 from studies.paper.checklist import ITEMS, PAPER, RUNS, WORDS, Item, check, describe, filled
 
 from cheem_jax.cli.arguments import parse
@@ -62,23 +62,25 @@ def main(settings: Paper) -> None:
     out.mkdir(parents=True, exist_ok=True)
     file = out / "paper.json"
     done: Done = json.loads(file.read_text()) if file.is_file() else {}
-    if settings.fresh and done:
-        shutil.rmtree(out / "runs", ignore_errors=True)
-        done = {}
+    items = [item for item in ITEMS if item.place in places]
+    if settings.fresh:
+        for item in items:
+            done.pop(item.place, None)
+            if item.run:
+                shutil.rmtree(out / "runs" / item.run, ignore_errors=True)
     ended = dict[str, str]()
     failed = []
-    for item in ITEMS:
-        if item.place in places:
-            if done.get(item.place, {}).get("status") != RAN:
-                done[item.place] = run(item, out, ended)
-                write_atomically(file, json.dumps(done, indent=1, ensure_ascii=False) + "\n")
-            status, result = (done[item.place][name] for name in ("status", "result"))
-            failed += [item.place] if status != RAN else []
-            without = f", without {item.missing}" if item.missing else ""
-            print(f"{item.place}: {status}{without}: {result}", flush=True)
+    for item in items:
+        if done.get(item.place, {}).get("status") != RAN:
+            done[item.place] = run(item, out, ended)
+            write_atomically(file, json.dumps(done, indent=1, ensure_ascii=False) + "\n")
+        status, result = (done[item.place][name] for name in ("status", "result"))
+        failed += [item.place] if status != RAN else []
+        without = f", without {item.missing}" if item.missing else ""
+        print(f"{item.place}: {status}{without}: {result}", flush=True)
     page = settings.page or out / "paper.md"
     write_tables(page, tables(done), "From the paper to the code")
-    print(f"{len(places) - len(failed)} of {len(places)} items ran: {page}")
+    print(f"{len(items) - len(failed)} of {len(items)} items ran: {page}")
     if failed:
         raise SystemExit(1)
 
@@ -89,10 +91,11 @@ def run(item: Item, out: Path, ended: dict[str, str]) -> dict[str, Any]:
         if item.example:
             result = check(item)
         else:
-            if item.run not in ended:
-                ended[item.run] = execute(item.run, out)
-            if ended[item.run]:
-                raise ValueError(ended[item.run])
+            for name in filter(None, (RUNS[item.run].after, item.run)):
+                if name not in ended:
+                    ended[name] = execute(name, out)
+                if ended[name]:
+                    raise ValueError(ended[name])
             result = describe(item, out)
     except Exception as error:  # no error of one item stops the next item
         return {"status": "failed", "result": f"{type(error).__name__}: {error}"}
@@ -146,52 +149,36 @@ def with_path(word: str, paths: Mapping[str, Path]) -> str:
 
 
 def tables(done: Done) -> dict[str, str]:
-    """Make the tables of the page: examples, runs, words, experiments and settings."""
-    examples = []
-    experiments = []
+    """Make the tables of the page: examples, experiments, runs, words and settings."""
+    examples = [("paper", "what it is", "code", "worked example", "result")]
+    experiments = [("paper", "what it is", "code", "run", "not in this repository", "result")]
     for item in ITEMS:
         names = ", ".join(f"`{name}`" for name in item.code)
         one = done.get(item.place, {"status": "not run", "result": ""})
         result = one["result"] if one["status"] == RAN else f"{one['status']} {one['result']}"
         if item.example:
-            examples.append((item.place, item.title, names, result))
-        else:
-            where = f"`{item.run}`" + (
-                f", table `{item.read[1]}`" if item.read[0] == "table" else ""
-            )
-            row = (item.place, item.title, names, where, item.missing or "nothing", result)
-            experiments.append(row)
-    runs = [
-        (f"`{name}`", run.images, "<br>".join(f"`{command}`" for command in run.commands))
-        for name, run in RUNS.items()
-    ]
-    words = [
-        (f"`{word}`", *(f"`{values[name]}`" if name in values else "" for name in IMAGES))
-        for word, values in WORDS.items()
-    ]
-    heads = {
-        "examples": ("paper", "what it is", "code", "result here, and by the formula"),
-        "experiments": (
-            "paper",
-            "what it is",
-            "code",
-            "run",
-            "missing here",
-            "result of the small run",
-        ),
-        "runs": ("run", "images of the small run", "commands"),
-        "words": ("word", *IMAGES),
-    }
-    rows = {"examples": examples, "experiments": experiments, "runs": runs, "words": words}
-    grids: Mapping[str, Grid] = {
-        name: Grid("", heads[name], tuple(rows[name]), len(heads[name])) for name in heads
-    }
-    return {name: grid.to_markdown() for name, grid in grids.items()} | {
-        "settings": settings_table.table().to_markdown()
-    }
+            example = " ".join((getattr(equations, item.example).__doc__ or "").split())
+            examples.append((item.place, item.title, names, example, result))
+            continue
+        table = f", table `{item.read[1]}`" if item.read[0] == "table" else ""
+        missing = item.missing or "nothing"
+        run = f"`{item.run}`{table}"
+        experiments.append((item.place, item.title, names, run, missing, result))
+    runs = [("run", "images of the small run", "commands")]
+    for name, one in RUNS.items():
+        commands = "<br>".join(f"`{command}`" for command in one.commands)
+        runs.append((f"`{name}`", one.images, commands))
+    words: list[tuple[str, ...]] = [("word", *IMAGES)]
+    for word, values in WORDS.items():
+        cells = (f"`{values[name]}`" if name in values else "" for name in IMAGES)
+        words.append((f"`{word}`", *cells))
+    pages = {"examples": examples, "experiments": experiments, "runs": runs, "words": words}
+    grids = {name: Grid("", head, tuple(rows), len(head)) for name, (head, *rows) in pages.items()}
+    grids["settings"] = settings_table.table()
+    return {name: grid.to_markdown() for name, grid in grids.items()}
 
 
-IMAGES = (PAPER, "demo stream", "miniature archives")
+IMAGES: tuple[str, ...] = (PAPER, "demo stream", "miniature archives")
 
 if __name__ == "__main__":
     parsed = parse(Paper, description=__doc__)

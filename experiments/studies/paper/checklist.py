@@ -48,6 +48,8 @@ class Run(NamedTuple):
 
     images: str
     commands: Sequence[str]
+    after: str = ""
+    """Another run whose output the commands read."""
 
 
 ITEMS = tuple(Item(**fields) for fields in (*_FACTS["examples"], *_FACTS["experiments"]))
@@ -88,23 +90,25 @@ def describe(item: Item, out: Path) -> str:
 
 def table(out: Path, run: str, name: str, rows: str = "") -> str:
     """Return our columns of a table of `tables.py`: the row of CHEEM, two further rows, and the
-    number of rows. `rows` is a part of the names of the rows that count."""
+    number of rows. `rows` is a part of the names of the rows that count. Raises ValueError if no
+    row has a number of ours."""
     parts = (out / "tables" / run / "tables.md").read_text().split("\n\n")
-    ours = re.compile(rf"{re.escape(LAYOUTS[name].title)}: \w+, (vit_nano|clip_vit_base)")
-    places = [i for i, part in enumerate(parts) if ours.fullmatch(part)]
-    # the paper has other numbers of CLIP; the rows with ours are those with a number of runs
-    head, _, *lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in parts[places[-1] + 1].splitlines()
-    ]
-    columns = [i for i, title in enumerate(head) if title.endswith(", ours")]
-    values = [
-        f"{line[0]} {', '.join(line[i].removesuffix(' (1)') or NO_CELL for i in columns)}"
-        for line in sorted(lines, key=lambda line: not line[0].startswith("CHEEM"))
-        if rows in line[0] and any(line[i] for i in columns)
-    ]
-    titles = ", ".join(head[i].removesuffix(", ours") for i in columns)
-    return f"{titles}: {'; '.join(values[:3])} (rows: {len(values)})"
+    for title, text in zip(parts, parts[1:], strict=False):
+        if not title.startswith(f"{LAYOUTS[name].title}: "):
+            continue
+        head, _, *lines = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()
+        ]
+        ours = [i for i, column in enumerate(head) if column.endswith(", ours")]
+        values = [
+            f"{line[0]}: {', '.join(line[i].removesuffix(' (1)') or NO_CELL for i in ours)}"
+            for line in sorted(lines, key=lambda line: not line[0].startswith("CHEEM"))
+            if rows in line[0] and any(line[i] for i in ours)
+        ]
+        if values:
+            columns = ", ".join(head[i].removesuffix(", ours") for i in ours)
+            return f"({columns}) {'; '.join(values[:3])} (rows: {len(values)})"
+    raise ValueError(f"the table {name!r} has no row {rows!r} with our numbers")
 
 
 def architectures(
@@ -117,7 +121,7 @@ def architectures(
     tasks = []
     for task in _results(out, run, variant)["tasks"]:
         ops = Counter(choice.split(":")[0] for choice in task["architecture"])
-        tasks.append(f"{task['name']} {', '.join(f'{num} {op}' for op, num in ops.items())}")
+        tasks.append(f"{task['name']}: {', '.join(f'{num} {op}' for op, num in ops.items())}")
     return f"{'; '.join(tasks)}; {_size(out / 'runs' / run / figure)}"
 
 
@@ -164,22 +168,22 @@ def heads(out: Path, run: str) -> str:
     rows = json.loads((out / "tables" / run / "heads.json").read_text())["methods"]
     names = ("average_accuracy", "local_average_accuracy", "match", "predicted")
     values = (
-        f"{row['method']} {', '.join(_mean(row[name]) for name in names)}"
+        f"{row['method']}: {', '.join(_mean(row[name]) for name in names)}"
         for row in rows
         if row["runs"] and row["match"]
     )
-    return f"Acc_Global, Acc_Local, match, predicted: {'; '.join(values)}"
+    return f"(Acc_Global, Acc_Local, match, predicted) {'; '.join(values)}"
 
 
 def components(out: Path, run: str) -> str:
     """Return the accuracy and the forgetting of the two components that the paper selects."""
     rows = json.loads((out / "runs" / run / "component_study.json").read_text())["components"]
     values = (
-        f"{row['title']} {', '.join(_mean(row[name]) for name in MEASURES)}"
+        f"{row['title']}: {', '.join(_mean(row[name]) for name in MEASURES)}"
         for row in rows
         if row["index"] in (3, 11)
     )
-    return f"{len(rows)} components; accuracy %, forgetting: {'; '.join(values)}"
+    return f"(accuracy %, forgetting) {'; '.join(values)} (rows: {len(rows)})"
 
 
 MEASURES = ("average_accuracy", "average_forgetting")

@@ -111,7 +111,7 @@ def ffn_half() -> Worked:
 
 
 def mean_token() -> Worked:
-    """mu of the first block: the mean over images of the CLS token after MLP-Down."""
+    """mu of the first block: the mean over three images of the CLS token after MLP-Down."""
     model = vit()
     images = rng().integers(0, 256, (3, 32, 32, 3), np.uint8)
     x = np.asarray(model.embed(jax.numpy.asarray(images)))
@@ -123,7 +123,7 @@ def mean_token() -> Worked:
 
 
 def adapted_expert() -> Worked:
-    """theta + B A, and the expert that a task adds to the pool."""
+    """Two weights of theta + B A, by `merge` and in the pool of a task that adapts."""
     expert = random_expert()
     pool, _ = grow(base_pool([expert]), from_strings(["adapt:0"]), {0: pair()}, 0)
     theta = (expert.weight + pair().down @ pair().up)[0, :2]
@@ -132,7 +132,7 @@ def adapted_expert() -> Worked:
 
 
 def adapted_output() -> Worked:
-    """The un-merged output of Adapt."""
+    """Output of Adapt for one token, without merging."""
     expert = random_expert()
     u = random(1, 2, 6)
     y = u[0, 0] @ (expert.weight + pair().down @ pair().up) + expert.bias
@@ -254,7 +254,7 @@ def figure_of_merit() -> Worked:
 
 
 def argmax() -> Worked:
-    """Class by the local and by the global argmax; another task has the largest logit."""
+    """Class by the local argmax, then task and class by the global argmax."""
     logits = np.array([[0.1, 0.9, 0.4, 1.7]])
     classes = Classes(["a", "b"], [("x", "y"), ("v", "w")])
     local = classes.inferred(logits, np.array([0]))

@@ -55,7 +55,9 @@ def table() -> Grid:
         rows.append((METHODS["cheem"], f"`{name}`", _text(value), text, stated.get("reason", "")))
     for method, reason in STATED["baselines"].items():
         values = ", ".join(
-            f"{name} {_text(value)}" for name, value in flat(make_preset(method, "paper"))
+            f"{name.removeprefix('fit.')} {_text(value)}"
+            for name, value in flat(make_preset(method, "paper"))
+            if name not in ("fit.non_finite", "router.shrinkage")  # those of CHEEM
         )
         rows.append((METHODS[method], "all", values, _numbers(method), reason))
     return Grid("", ("method", "setting", "here", "paper", "reason"), tuple(rows), 5)

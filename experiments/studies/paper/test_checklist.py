@@ -5,10 +5,13 @@ import re
 
 import paper
 import pytest
+from pages import END, begin
 
 from cheem_jax.baselines.catalogue import make_preset
 from studies.paper import settings_table
 from studies.paper.checklist import ITEMS, METHODS, READERS, RUNS, Run, check, filled
+
+PAGE = paper.HERE.parent / "docs" / "paper-to-code.md"
 
 
 def test_every_equation_table_and_figure_of_the_paper_is_in_the_checklist():
@@ -41,6 +44,19 @@ def test_no_word_of_a_small_run_is_left():
         for command in run.commands:
             words = re.findall(r"\b[A-Z]{4,}\b", filled(command, run.images))
             assert {*words} <= {"DATA", "RUNS", "TABLES"}, command
+
+
+def test_the_tables_of_the_page_are_those_of_the_checklist():
+    text = PAGE.read_text()
+    for name, table in paper.tables({}).items():
+        shown = text.partition(begin(name))[2].partition(END)[0].strip()
+        if name in ("examples", "experiments"):
+            results = [line.split(" | ")[-1] for line in shown.splitlines()]
+            assert not [one for one in results if one.startswith(("failed", "not run"))]
+            shown, table = (
+                [line.split(" | ")[:-1] for line in lines.splitlines()] for lines in (shown, table)
+            )
+        assert shown == table, f"python experiments/paper.py --page {PAGE.name} writes it again"
 
 
 def test_every_setting_that_the_paper_does_not_state_or_that_differs_has_a_reason():
