@@ -164,13 +164,12 @@ def tables(done: Done) -> dict[str, str]:
         missing = item.missing or "nothing"
         run = f"`{item.run}`{table}"
         experiments.append((item.place, item.title, names, run, missing, result))
-    runs = [("run", "images of the small run", "commands")]
+    runs = [("run", "images of the small run", "command")]
     for name, one in RUNS.items():
-        commands = "<br>".join(f"`{command}`" for command in one.commands)
-        runs.append((f"`{name}`", one.images, commands))
+        runs += [(f"`{name}`", one.images, f"`{command}`") for command in one.commands]
     words: list[tuple[str, ...]] = [("word", *IMAGES)]
     for word, values in WORDS.items():
-        cells = (f"`{values[name]}`" if name in values else "" for name in IMAGES)
+        cells = (f"`{values[name]}`" if values.get(name) else "" for name in IMAGES)
         words.append((f"`{word}`", *cells))
     pages = {"examples": examples, "experiments": experiments, "runs": runs, "words": words}
     grids = {name: Grid("", head, tuple(rows), len(head)) for name, (head, *rows) in pages.items()}
