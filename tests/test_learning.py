@@ -134,7 +134,8 @@ def test_an_elimination_resumes_from_a_rolling_checkpoint(stages, tmp_path):
     task = small.task("colours", 0)
     whole = Resumed(None)
     expected = learner(stages, **ANCHORED).learn(task, whole)
-    assert whole.totals["search"] == 9 * 20 < whole.num_images
+    # of 4 blocks with 2 changes each: the anchor, each change alone, and each at most once more
+    assert 9 * 20 < whole.num_images <= whole.totals["search"] == 17 * 20
     rolling = Rolling(tmp_path)
     with pytest.raises(Halt):
         learner(stages, **ANCHORED).learn(task, Halting(rolling, 180))
@@ -160,3 +161,31 @@ def test_an_elimination_needs_all_ops_and_its_own_score():
             dataclasses.replace(small.QUICK, sampling="anchored", **settings)
     with pytest.raises(ValueError, match="standard_errors is -1"):
         dataclasses.replace(small.QUICK.search, standard_errors=-1)
+
+
+class OneNaN(FrozenFeatures):
+    """Features with one NaN among those of the validation images."""
+
+    def __call__(self, images):
+        features = super().__call__(images).copy()
+        if len(images) == 20:
+            features[3, 1] = np.nan
+        return features
+
+
+def test_a_frozen_backbone_with_a_non_finite_feature_is_not_compared(stages):
+    config = dataclasses.replace(small.QUICK, fallback=True)
+    cheem = Cheem(stages, config, Keys(0), None, OneNaN(stages, config.batch_size))
+    report = cheem.learn(small.task("colours", 0), Session())
+    assert report.get("frozen_head") is None
+
+
+def test_the_pass_of_a_tasks_network_also_computes_the_features_of_the_router(stages):
+    cheem = learner(stages, generations=1)
+    cheem.learn(small.task("colours", 0), Session())
+    images = small.task("colours", 1).test.images
+    assert not cheem.features.has(images)
+    cheem.predict(images, np.zeros(len(images), np.int32))
+    assert cheem.features.has(images)
+    expected = FrozenFeatures(stages, 16)(images)
+    np.testing.assert_allclose(cheem.features(images), expected, atol=1e-5)
