@@ -1,12 +1,22 @@
 """The pool of experts grows and never changes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import small
 
+from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import base_pool, dense_expert, grow, pool_sizes
+from cheem_jax.core.pool import (
+    DenseExperts,
+    Head,
+    TaskMemory,
+    base_pool,
+    dense_expert,
+    grow,
+    pool_sizes,
+)
 
 POOL = base_pool(small.backbone().experts("mlp_down"))
 
@@ -48,3 +58,17 @@ def test_both_placements_begin_with_the_pretrained_layer():
     for placement, layer in (("mlp_down", vit.blocks[2].down), ("attn_proj", vit.blocks[2].proj)):
         expert = dense_expert(base_pool(vit.experts(placement))[2], 0)
         np.testing.assert_array_equal(expert.weight, layer.kernel[...])
+
+
+def test_a_network_is_a_hit_if_none_of_its_experts_is_merged_for_it():
+    architecture = from_strings(["adapt:0", "skip", "reuse:0", "new"])
+    pool, experts = grow(POOL, architecture, {0: pair(0), 3: new(1)}, origin=0)
+    head = Head(jnp.zeros((16, 2)), jnp.zeros(2))
+    means, centroids = np.zeros((4, 16), np.float32), np.zeros((1, 16), np.float32)
+    task = TaskMemory("pets", ("a", "b"), architecture, experts, head, means, centroids)
+    networks = TaskNetworks(DenseExperts(pool, 2**20), [task])
+    for hits in (0, 1, 2):
+        network = networks.network(0)
+        counters = networks.counters()
+        assert (counters["hits"], counters["misses"], counters["merged"]) == (hits, 1, 1)
+    assert [expert is None for _, expert in network] == [False, True, False, False]
