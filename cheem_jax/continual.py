@@ -41,7 +41,7 @@ from cheem_jax.run_config import (
 
 ROUTING_COST = 10
 """If task-ID inference costs a task at least this many percentage points of accuracy, a message
-reports the other task that received the most of its images."""
+reports the wrong task that the router infers most often for its images."""
 
 
 def run_stream(
@@ -66,7 +66,8 @@ def run_stream(
     another run or is corrupted.
 
     Args:
-        base_images: images of the pretraining data, uint8 `[N, S, S, 3]`, for CHEEM's similarity.
+        base_images: images of the pretraining data, uint8 `[N, S, S, 3]`, for the task
+            similarity of CHEEM.
         router: a smaller network that infers the task ID instead of the backbone (CHEEM-lite).
         save_every: seconds between rolling checkpoints; default: 30, or more if checkpoints would
             take over 2 % of the time.
@@ -268,8 +269,8 @@ def _say_accuracy(
 
 
 def _measure_open_set(stream: Stream, method: Method, session: Session) -> None:
-    """Record how well distances to the learned tasks separate the images of later tasks, after each
-    task but the last."""
+    """For each task except the last, record how well the distances to the tasks learned by then
+    separate images of these tasks from images of later tasks."""
     if not _misses_open_set(stream, method, session):
         return
     assert isinstance(method, ExpertMemory), "other methods compute no distances"
@@ -282,8 +283,8 @@ def _measure_open_set(stream: Stream, method: Method, session: Session) -> None:
 
 
 def _misses_open_set(stream: Stream, method: Method, session: Session) -> bool:
-    """Return whether the record lacks the open-set metrics. They are not measured for methods
-    without centroids, or for streams of one task."""
+    """Return whether the open-set metrics still have to be measured. Methods without centroids, and
+    streams of one task, have no such metrics."""
     return (
         len(stream.tasks) > 1
         and isinstance(method, ExpertMemory)
@@ -293,7 +294,7 @@ def _misses_open_set(stream: Stream, method: Method, session: Session) -> bool:
 
 
 def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> None:
-    """Fine-tune the whole backbone for each task without a recorded upper bound."""
+    """Fine-tune the whole backbone for each task whose upper bound is not in the record yet."""
     vit = bound.executor.config
     for index in _missing_bounds(session, len(stream.tasks)):
         start = Mark.now()

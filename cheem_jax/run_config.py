@@ -1,4 +1,4 @@
-"""Settings, networks and methods of a run, and its identity in `config.json` and in the record.
+"""Settings, networks and methods of a run, and their description in `config.json` and the record.
 
 Networks are compiled once for all runs of a process.
 """
@@ -48,7 +48,8 @@ class RunConfig:
     preset: Preset
     seed: int = 0
     upper_bound: FullFinetuneConfig | None = None
-    """Also fine-tune the whole backbone per task, with the task ID given."""
+    """Settings of the upper bound, which fine-tunes the whole backbone per task, with the task ID
+    given; None disables the upper bound."""
     engine: EngineConfig = EngineConfig()
     seeds: SeedsConfig = SeedsConfig()
     mesh: MeshConfig = MeshConfig()
@@ -173,7 +174,7 @@ def make_networks(
     workshop: dict[Any, FrozenNetworks] | None = None,
     mesh: MeshConfig | None = None,
 ) -> FrozenNetworks:
-    """Build the networks of a run, or return them from `workshop`, with their compiled
+    """Build the networks of a run, or reuse networks in `workshop` and their compiled
     functions."""
     layout = make_layout(mesh or MeshConfig())
     placement: Placement = getattr(config, "placement", "mlp_down")
@@ -220,8 +221,9 @@ def find_base_means(
     images: Images | None,
     progress: Progress,
 ) -> BaseMeans:
-    """Return the base means in the weights for this image size, placement and token. If there are
-    none, measure them on the images, if given."""
+    """Return the mean CLS tokens of the pretraining data for this image size, placement and token.
+    If the weights do not contain them, measure them on `images`; without images, they are
+    unknown."""
     if not isinstance(config, CheemConfig) or config.base_means == "neutral":
         return BaseMeans()
     setting = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
@@ -242,8 +244,8 @@ def find_base_means(
 def make_methods(
     config: RunConfig, networks: FrozenNetworks, num_tasks: int, base: BaseMeans
 ) -> tuple[Sequence[Method], FullFinetune | None]:
-    """Make the methods of the run and, if it is set, the upper bound. CHEEM is followed by its
-    reference, linear heads on the frozen backbone.
+    """Make the methods of the run, and the upper bound if the settings contain one. CHEEM is
+    followed by its reference, linear heads on the frozen backbone.
 
     Raises ValueError if settings contradict each other.
     """

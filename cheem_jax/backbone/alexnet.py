@@ -55,7 +55,7 @@ class AlexNetConfig:
     """Image size in pixels, at least 63."""
     feature: Feature = "pooled_conv"
     """Feature to compute: `pooled_conv` averages the last feature maps to 6 x 6; `conv5` is the
-    last feature maps before ReLU and pooling."""
+    output of the last convolution, before ReLU and pooling."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     name: str = "alexnet"

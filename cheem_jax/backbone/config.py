@@ -250,8 +250,8 @@ def find_config(name: str) -> ViTConfig:
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """Return the part of an error message that lists up to three known names similar to an unknown
-    one, or all known names if none is similar."""
+    """Return the part of an error message that lists up to three of `names` that are similar to the
+    unknown `name`, or all `names` if none is similar."""
     names = list(names)
     if near := difflib.get_close_matches(name, names, n=3):
         return f"most similar: {', '.join(near)}"
@@ -259,8 +259,8 @@ def closest(name: str, names: Iterable[str]) -> str:
 
 
 def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:
-    """Return a config with the image size `image_size` in pixels. Raises ValueError if it is not a
-    multiple of the patch size."""
+    """Return a copy of the config with `image_size` in pixels. Raises ValueError if `image_size` is
+    not a multiple of the patch size."""
     if image_size < config.patch_size or image_size % config.patch_size:
         lower = max(image_size // config.patch_size, 1) * config.patch_size
         raise ValueError(

@@ -19,7 +19,7 @@ def pass_flops(
     config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False
 ) -> int:
     """Count the FLOPs of the plain backbone up to the tokens that all candidates at block `until`
-    share. With `until` = L, count the whole backbone."""
+    share. If `until` is the depth, count the whole backbone."""
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
     shared = attention if placement == "mlp_down" and until < config.depth else 0
@@ -44,7 +44,8 @@ def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bo
 
 
 def pair_flops(config: ViTConfig, placement: Placement, rank: int) -> int:
-    """Count the FLOPs of one low-rank pair that is not merged: 2 N r (inputs + outputs)."""
+    """Count the FLOPs of one low-rank pair that is not merged: 2 N r (inputs + outputs) for N
+    tokens and rank r."""
     num_inputs = config.mlp_width if placement == "mlp_down" else config.width
     return 2 * config.num_tokens * rank * (num_inputs + config.width)
 
@@ -92,9 +93,10 @@ def executed_flops(
     """Count the executed FLOPs of a task's network at inference. Low-rank pairs are merged;
     attention products and the head are included.
 
-    If there is a CLS token, the last block computes only this token. With `begin`, the network
-    resumes from the tokens of the base network that all candidates at block `begin` share; with
-    `begin` = L, only the head is executed. With None, the network starts from the image.
+    If there is a CLS token, the last block computes only this token. If `begin` is a block, the
+    network resumes from the tokens of the base network that all candidates at block `begin` share;
+    if `begin` is the depth, only the head is executed. If `begin` is None, the network starts from
+    the image.
     """
     head = 2 * config.width * num_classes
     if begin == config.depth:
@@ -115,7 +117,7 @@ def executed_flops(
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
     """Count the executed FLOPs of the plain backbone up to the tokens that all candidates at block
-    `until` share. With `until` = L, count the whole backbone."""
+    `until` share. If `until` is the depth, count the whole backbone."""
     if until == config.depth:
         return executed_backbone_flops(config)
     *before, (attention, _) = (
@@ -138,8 +140,9 @@ def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
 
 
 def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
-    """Count the FLOPs of attention pooling: keys and values of all tokens, one query, two
-    projections and the MLP. Without attention pooling, the result is 0."""
+    """Count the FLOPs of attention pooling: the key and value projections of all tokens, the
+    attention of one query, the query and output projections, and the MLP. Without attention
+    pooling, the result is 0."""
     if config.pool != "attention":
         return 0
     tokens, width = config.num_tokens, config.width
@@ -168,5 +171,5 @@ def backbone_params(config: ViTConfig) -> int:
     positions = config.num_tokens if config.rotary is None else 0
     pool = (
         per_block - width if config.pool == "attention" else 0
-    )  # attention pooling has the parameters of a block and a query, but one LayerNorm less
+    )  # the parameters of a block and a learned query, but with one LayerNorm fewer
     return embed + (config.num_prefix + positions) * width + config.depth * per_block + norms + pool

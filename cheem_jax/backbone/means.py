@@ -66,8 +66,8 @@ def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarr
 def _class_tokens(
     graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]
 ) -> Float[Array, "B 3 L D"]:
-    """Compute the CLS tokens of each image and block after the down-projection, the attention
-    projection and the block."""
+    """Compute three CLS tokens for each image and block: the outputs of the down-projection, of the
+    attention projection and of the block."""
     vit = nnx.merge(graphdef, state)
     x = vit.embed(images)
     tokens = []

@@ -109,7 +109,7 @@ def filled(make: Callable[[], Module], params: Params) -> Module:
 
     def placed(values: np.ndarray) -> jax.Array:
         values = np.asarray(values, np.float32)
-        # JAX can share the memory of read-only arrays only
+        # JAX can share the memory of an array only if the array is read-only
         return jnp.asarray(values) if values.flags.writeable else jax.device_put(values)
 
     graphdef, state = nnx.split(nnx.eval_shape(make))

@@ -1,4 +1,5 @@
-"""Convert timm's names and PyTorch's layout to ours, and infer configs from timm's tensors.
+"""Convert tensors with timm's names and PyTorch's layout to our names and layout, and infer configs
+from timm's tensors.
 
 timm stores linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`. Our
 layout is described in `params.py`.
@@ -42,12 +43,13 @@ _PLAIN = re.compile(
     r"|attn_pool\.(q|kv|proj|norm|mlp\.fc1|mlp\.fc2))\.(weight|bias)"
 )
 _ROTARY = re.compile(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias|mlp\.fc1_[gx]\.(weight|bias))")
-"""Additional tensors of DINOv3. Its files contain no rotary positions."""
+"""Names of the additional tensors of DINOv3. Files of DINOv3 contain no rotary positions."""
 SUPPORTED = "plain ViTs: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+, SigLIP, SigLIP 2"
 _HEADS = dict.fromkeys(
     ("vit_huge_", "deit3_huge_", "vit_giant_", "vit_gigantic_", "vit_so400m_", "vit_giantopt_"), 16
 )
-"""Number of heads of the families with a head width other than 64."""
+"""Number of heads of the model families whose head width is not 64, keyed by the prefix of their
+timm names."""
 _GELU_TANH = re.compile(
     r"patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip"
 )
@@ -81,8 +83,9 @@ def without_wrapper(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def set_num_classes(config: ViTConfig, tensors: Mapping[str, np.ndarray]) -> ViTConfig:
-    """Set the number of classes of a config to the size of the head in `tensors`, or to 0 if the
-    head does not fit.
+    """Set the number of classes of a config to the number of classes of the head in `tensors`, or
+    to 0 if the head is missing or does not have the width of the config. If the config has no
+    classes, return it unchanged.
 
     Each task has a separate head, so weights that were fine-tuned for another number of classes can
     be used as a backbone.
@@ -190,8 +193,8 @@ def infer_config(
 
     Sizes are read from the shapes. The head width is 64, except in the families listed in `_HEADS`.
     Mean and standard deviation of the images are read from `pretrained_cfg`; if it is missing, the
-    values of the model's family are used. Raises ValueError with the tensor names for other
-    architectures.
+    values of the model's family are used. Raises ValueError for other architectures; the message
+    lists the reasons.
     """
     hub_config = hub_config or {}
     pool = find_pooling(name)
@@ -303,8 +306,8 @@ def find_pooling(name: str) -> Pooling:
 
 
 def other_pool(name: str, hub_config: Mapping) -> list[str]:
-    """List the differences between the pooling in the hub's `config.json` and the supported
-    pooling."""
+    """Describe how the pooling in the hub's `config.json` differs from the supported pooling. The
+    list is empty if it does not differ."""
     # timm averages the patches of DINOv3, but the authors of DINOv3 use the CLS token
     if "_dinov3" in name:
         return []
@@ -324,8 +327,8 @@ def _activation(name: str, gated: bool) -> Activation:
 
 
 def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
-    """Return whether the MLP is gated. DINOv3 has two layers before `fc2`; DINOv2 giant has one
-    fused layer."""
+    """Return whether the MLP is gated. A gated DINOv3 model has two separate layers before `fc2`;
+    DINOv2 giant has a single layer that contains both."""
     up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if up is None or down is None or up.ndim != 2 or down.ndim != 2:
         return "blocks.0.mlp.fc1_g.weight" in tensors

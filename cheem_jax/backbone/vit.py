@@ -2,8 +2,9 @@
 Each block accepts an op as an argument.
 
 A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') computes `z = x +
-Proj(MHSA(LN1 x))` and `y = z + Down(GELU(Up(LN2 z)))`. The plastic layer is `Down` or `Proj`. A
-gated MLP computes `SiLU(Gate(LN2 z)) * Up(LN2 z)` before `Down`.
+Proj(MHSA(LN1 x))` and `y = z + Down(GELU(Up(LN2 z)))`. The plastic layer is `Down` for the
+placement `mlp_down`, and `Proj` for `attn_proj`. A gated MLP computes `SiLU(Gate(LN2 z)) * Up(LN2
+z)` before `Down`.
 """
 
 import functools
@@ -22,24 +23,24 @@ from cheem_jax.core.settings import Activation, Placement, Precision
 
 
 class Prefix(NamedTuple):
-    """Learned keys and values that are prepended to the keys and values of a block's attention.
-    They are not projected and add no output tokens."""
+    """Learned keys and values that are prepended to the keys and values of a block's attention. The
+    `qkv` layer does not project them, and they add no output tokens."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 class SidePrefix(NamedTuple):
-    """Learned keys and values with a separate softmax. Their attention output is added to the
-    output of the block's attention."""
+    """Learned keys and values to which a block's queries attend with a separate softmax. The result
+    is added to the output of the block's attention."""
 
     keys: Float[Array, "B P D"]
     values: Float[Array, "B P D"]
 
 
 Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
-"""Function from the tokens after the attention half, before LayerNorm, to a term that is added to
-the FFN's output."""
+"""Function of a block's tokens after the attention half, before `norm2`. Its result is added to the
+output of the FFN."""
 
 
 @functools.cache
@@ -50,8 +51,9 @@ def rotations(
 
     The last `grid`^2 tokens are patches; all other tokens have angle 0. Patch centres (y, x) are in
     -1..1 for every image size. The first quarter of the channels rotates by 2 pi y / period and the
-    second quarter by 2 pi x / period, with periods from 1 to `base`. The second half of the
-    channels repeats the angles, because channel i is paired with channel i + `head_width` / 2.
+    second quarter by 2 pi x / period, with periods that increase from 1 to less than `base`. The
+    second half of the channels repeats the angles, because channel i is paired with channel i +
+    `head_width` / 2.
     """
     centres = (2.0 * np.arange(grid) + 1.0) / grid - 1.0
     periods = base ** (4.0 * np.arange(head_width // 4) / head_width)
@@ -65,8 +67,8 @@ def rotations(
 def rotate(
     x: Float[Array, "B H N d"], cos: Float[np.ndarray, "N d"], sin: Float[np.ndarray, "N d"]
 ) -> Float[Array, "B H N d"]:
-    """Apply rotary positions (Su et al., "RoFormer", 2021). The channels of a pair are half a head
-    apart."""
+    """Rotate queries or keys by their rotary angles (Su et al., "RoFormer", 2021). Channel i of a
+    head is paired with channel i + d / 2."""
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
@@ -86,12 +88,13 @@ def summary(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B
 
 
 def mean_patch(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
-    """Compute the mean of the tokens after the CLS token."""
+    """Compute the mean of all tokens except the CLS token. The mean includes registers."""
     return tokens[:, int(config.pool == "class") :].mean(axis=1)
 
 
 class Block(nnx.Module):
-    """One transformer block. Its `proj` and `down` layers are expert 0 of the two placements."""
+    """One transformer block. Expert 0 is the layer `down` for the placement `mlp_down`, and `proj`
+    for `attn_proj`."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
@@ -146,8 +149,8 @@ class Block(nnx.Module):
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
-        # Cast before the products, which cast their operands anyway; in bfloat16, this halves the
-        # bytes of the transposed heads.
+        # The products would cast their operands to `precision` anyway. An earlier cast to bfloat16
+        # halves the bytes of the transposed heads.
         query, key, value = (part.astype(self.precision) for part in (query, key, value))
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):
@@ -172,7 +175,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M D"]:
         """Compute the tokens that all candidates of this block share. For `mlp_down`, these are the
-        tokens after the attention half."""
+        tokens after the attention half; for `attn_proj`, they are the input `x`."""
         if placement == "attn_proj":
             return x
         return x[:, :outputs] + linear(
@@ -213,8 +216,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
         """Run the whole block: `enter`, then `widen` except for Skip, then `leave`.
 
-        Only the first `outputs` tokens are computed. The features use only the CLS token of the
-        last block, so `outputs=1` saves most of the work of that block.
+        Only the first `outputs` tokens are computed (default: all). If the backbone has a CLS
+        token, the features use only this token of the last block, so `outputs=1` saves most of the
+        work of the last block.
         """
         z = self.enter(x, placement=placement, outputs=outputs)
         u = None if isinstance(op, Skip) else self.widen(z, placement=placement, outputs=outputs)
@@ -237,10 +241,10 @@ class Block(nnx.Module):
 
 
 class AttentionPool(nnx.Module):
-    """Attention pooling of SigLIP: a learned query attends to all normalised tokens, followed by a
-    residual MLP.
+    """Attention pooling of SigLIP: a learned query attends to all normalised tokens, and a residual
+    MLP follows.
 
-    Source: Zhai et al., "Scaling Vision Transformers", 2022: multihead attention pooling.
+    Zhai et al., "Scaling Vision Transformers", 2022, call it multihead attention pooling.
     """
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
@@ -352,8 +356,8 @@ class ViT(nnx.Module):
         *,
         placement: Placement = "mlp_down",
     ) -> Float[Array, "B D"]:
-        """Compute the features of the network with `ops`, one per block; None computes the features
-        of the plain backbone."""
+        """Compute the features of the network that has the op `ops[i]` in block i. If `ops` is
+        None, compute the features of the plain backbone."""
         if ops is None:
             ops = [Reuse(block.expert(placement)) for block in self.blocks]
         x = self.embed(images)
@@ -371,8 +375,8 @@ class ViT(nnx.Module):
         adapters: Mapping[int, Adapter] = {},
         all_tokens: bool = False,
     ) -> Float[Array, "B M D"]:
-        """Run blocks `begin` to `until` (default: all), and return the tokens. `prefixes` and
-        `adapters` are keyed by block.
+        """Run the blocks from `begin` up to, but not including, `until` (default: all blocks), and
+        return the tokens. `prefixes` and `adapters` are keyed by block.
 
         The last block computes only the tokens that are used for the features, unless `all_tokens`
         is true.

@@ -43,7 +43,7 @@ FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
 _OTHERS = re.compile("relpos|rope|(?<!_siglip)_gap_|vit_7b_")
-"""Name parts of ViTs with unsupported tokens, positions or heads."""
+"""Parts of timm names that identify ViTs with unsupported tokens, positions or heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Pretrained:
     """Parameters with the names and shapes of `params.py`. After loading they are float32;
     `save_converted` keeps the dtype."""
     source: str
-    """Name of the file that was read, the source in the header of a converted file,
-    `hub:timm/<name>`, or `bundled`."""
+    """Origin of the weights: the name of the file that was read, `hub:timm/<name>` or `bundled`;
+    for a converted file, the source in its header."""
     sha256: str
     """SHA-256 of the source file."""
     base_means: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Mean CLS tokens of the pretraining data, float32 `[L, D]`, keyed by
-    `{image_size}/{placement}/{token}`. The dict contains only measured image sizes and can be
-    empty."""
+    `{image_size}/{placement}/{token}`. The dict contains only the image sizes at which the means
+    were computed, and can be empty."""
 
 
 def load_pretrained(
@@ -116,10 +116,11 @@ def load_pretrained(
 
 
 def named_config(backbone: str) -> ViTConfig | None:
-    """Return the config of a backbone by our name or timm's name; None for other supported timm
-    names.
+    """Return the config of the backbone whose name, ours or timm's, is `backbone`; None for other
+    supported timm names.
 
-    Raises ValueError for all other names, with the most similar names.
+    Raises ValueError for all other names. If the name is unknown, the message lists the most
+    similar names.
     """
     for config in CONFIGS.values():
         if backbone in (config.name, config.timm_name):
@@ -312,12 +313,12 @@ def resample_position(
 
 
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
-    """Compute the matrix for antialiased bicubic resampling along one axis: the cubic kernel of
-    Keys (1981) with a = -1/2, widened when shrinking.
+    """Compute the matrix for antialiased bicubic resampling along one axis. The kernel is the cubic
+    kernel of Keys (1981) with a = -1/2; if `before` > `after`, it is widened by before / after.
 
     Pixel centres are at half-integers. Samples outside of the axis are omitted, and each row is
-    rescaled to sum to 1, as in torch's `interpolate(mode="bicubic", antialias=True)`. That function
-    uses the same kernel for enlarging.
+    rescaled to sum to 1, as in torch's `interpolate(mode="bicubic", antialias=True)`. This torch
+    function also uses a = -1/2 if `before` < `after`.
     """
     scale = before / after
     centre = scale * (np.arange(after) + 0.5)

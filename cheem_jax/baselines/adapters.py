@@ -3,7 +3,8 @@ MoAL, RanPAC and EASE.
 
 The input of an adapter is the tokens after a block's attention half, before LayerNorm. Its output
 is added to the output of the FFN. The up half of an adapter is initialised with 0, so a network
-with new adapters is identical to the plain backbone. AdaptFormer: Chen et al., NeurIPS 2022.
+with new adapters is identical to the plain backbone. The adapters follow AdaptFormer (Chen et al.,
+NeurIPS 2022).
 """
 
 import dataclasses
@@ -39,8 +40,8 @@ SGD = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
 
 
 class Bottleneck(NamedTuple):
-    """Two layers D -> r -> D, stacked over leading axes such as the L blocks; in MoE-Adapters
-    `down` has the shape `[r, D]`."""
+    """Two layers D -> r -> D, stacked over leading axes such as the L blocks; in the experts of
+    MoE-Adapters, the last two axes of `down` are `r D`."""
 
     down: Float[Array, "*L D r"]
     down_bias: Float[Array, "*L r"]
@@ -74,7 +75,8 @@ class AdapterBaseline(OneHead, TrainedBaseline):
         self._features = features
 
     def cosine_fitter(self, optimizer: optax.GradientTransformation | None = None) -> Fitter:
-        """Make the training step of adapters, a cosine head over all columns, and its scale.
+        """Make the training step of adapters, a cosine head, and the scale of the head. The loss is
+        the cross-entropy over all classes up to the last class of the task.
 
         The fixed arrays are the backbone, and the numbers of classes before and after the task.
         """
@@ -91,14 +93,14 @@ class AdapterBaseline(OneHead, TrainedBaseline):
         return Fitter(loss, optimizer, jit=executor.jit, layout=executor.layout)
 
     def new_classifier(self, task: Task) -> tuple[Bottleneck, jax.Array, jax.Array]:
-        """Initialise adapters, the columns of a cosine head for the classes of a task, and its
-        scale."""
+        """Initialise adapters, the columns of a cosine head for the classes of a task, and the
+        scale of the head."""
         return self.new_adapters(task), padded_columns(self.new_columns(task)), jnp.ones(())
 
     def features_with(
         self, adapters: Bottleneck, images: Images, advance: Advance = no_progress
     ) -> Float[np.ndarray, "N D"]:
-        """Compute the features of images with these adapters."""
+        """Compute the features of images with `adapters`."""
         return self.over(
             self._features, Inputs(images), adapters, self.executor.leaves, advance=advance
         )
@@ -124,8 +126,8 @@ class AdapterBaseline(OneHead, TrainedBaseline):
         return np.asarray(grow_head(key, None, self.vit.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
-        """Report the FLOPs of a pass with adapters and a head of `head` FLOPs; the CHEEM paper
-        counts neither adapters nor heads."""
+        """Report the FLOPs per image of a pass with adapters and a head of `head` FLOPs; the CHEEM
+        paper counts neither adapters nor heads."""
         vit = self.vit
         rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head
@@ -140,8 +142,8 @@ def adapter_params(config: ViTConfig, bottleneck: int) -> int:
 
 
 def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """Return the executed FLOPs per image of all adapters; the last block has fewer tokens
-    (`ViTConfig.num_outputs`)."""
+    """Return the executed FLOPs per image of all adapters; the adapter of the last block only
+    processes `ViTConfig.num_outputs` tokens."""
     tokens = config.depth * config.num_tokens
     executed = tokens - config.num_tokens + config.num_outputs
     return adapter_flops(config, bottleneck) * executed // tokens
@@ -150,8 +152,7 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
 def adapted_features(
     vit: ViT, adapters: Bottleneck, images: Array, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
-    """Compute the features of images with these adapters; a `key` enables the dropout of
-    training."""
+    """Compute the features of images with `adapters`; a `key` enables the dropout of training."""
     depth, precision = vit.config.depth, vit.config.precision
     keys = None if key is None else jax.random.split(key, depth)
 
@@ -169,7 +170,7 @@ def adapted_features(
 
 
 def unit(x: Array, axis: int = -1) -> Array:
-    """Scale to unit length; a zero vector stays zero, with a finite gradient."""
+    """Scale `x` to unit length along `axis`; a zero vector stays zero and has a finite gradient."""
     return x * jax.lax.rsqrt((x * x).sum(axis, keepdims=True) + 1e-24)
 
 

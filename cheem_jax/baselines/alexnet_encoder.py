@@ -1,7 +1,8 @@
 """AlexNet as a router's frozen encoder.
 
-CHEEM-lite's centroids and MoE-Adapters' auto-encoders read its features, which are float32. Images
-must have the size for which the network was built. Each batch size is compiled once.
+CHEEM-lite's centroids and MoE-Adapters' auto-encoders use the features of AlexNet, which are
+float32. Images must have the size for which the network was built. The network is compiled once per
+batch size.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from cheem_jax.core.images import Images
 
 
 class AlexNetEncoder:
-    """An AlexNet as an `Encoder`; its config selects the feature."""
+    """An AlexNet as an `Encoder`; `AlexNetConfig.feature` selects the features."""
 
     def __init__(self, network: alexnet.AlexNet, *, jit: Callable[..., Any] = jax.jit):
         self.config = network.config

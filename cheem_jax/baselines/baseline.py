@@ -1,8 +1,8 @@
 """Base classes of the baselines: checkpoints, training of a task, predictions, costs, and checks of
 settings.
 
-A checkpoint is one directory per task. Each saved checkpoint is read back immediately, so an
-uninterrupted run continues from the same bytes as a resumed run.
+Each task has one checkpoint, which is a directory. A checkpoint is read back immediately after it
+is saved, so an uninterrupted run continues from the same bytes as a resumed run.
 """
 
 import abc
@@ -39,15 +39,15 @@ from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
 MUCH_MEMORY = 4 * 2**30
-"""Number of bytes on the host above which `check` warns."""
+"""Number of bytes of host memory above which `check` warns."""
 
 
 class Baseline(abc.ABC):
     """A continual learner with a checkpoint per task.
 
     `tasks` contains a `Learned` per task, which later tasks do not change. `state` is a `State`,
-    which each task replaces. A checkpoint contains the last task's `Learned` and the `State`, keyed
-    by the names of their fields.
+    which each task replaces. The checkpoint of a task contains the task's `Learned` and the new
+    `State`, keyed by field name.
     """
 
     Learned: ClassVar[type | None] = None
@@ -87,7 +87,8 @@ class Baseline(abc.ABC):
         return {}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Restore the checkpoint of task `index`: the next task, or the last task again."""
+        """Restore the checkpoint of task `index`: append the task's arrays to `tasks`, or replace
+        them if `tasks` already contains them. Also replace `state`."""
         if self.Learned:
             self.tasks[index:] = [rebuilt(self.Learned, arrays)]
         if self.State:
@@ -201,7 +202,7 @@ class TrainedBaseline(Baseline):
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """See `Method.learn`."""
         fitting = self.fitter.begin(self.start(task), session.saved)
-        session.saved = None  # the saved arrays would stay in memory during training
+        session.saved = None  # otherwise, the saved arrays stay in memory during training
         fitting = self.train(task, fitting, session)
         report = self.finish(task, fitting, session)
         self.classes.add(task.name, task.classes)
@@ -215,14 +216,14 @@ class TrainedBaseline(Baseline):
 
     @abc.abstractmethod
     def costs(self) -> dict[str, int]:
-        """Return the FLOPs per image after the last task, as `pass_costs` does."""
+        """Return the FLOPs per image after the last task, in the format of `pass_costs`."""
 
     def number(self, task: Task) -> int:
         """Return the number of the next task, which determines its PRNG keys."""
         return len(self.classes)
 
     def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:
-        """Return the PRNG key of a position in a phase of the next task."""
+        """Return the PRNG key of `position` in `phase` of the next task."""
         return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:
@@ -232,7 +233,8 @@ class TrainedBaseline(Baseline):
         return 4 * (2 * 3 + 1) * trained + self.bytes_beside(task)
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of a task's checkpoints without the trained arrays and their moments."""
+        """Return the bytes that a task's checkpoints contain in addition to the trained arrays and
+        Adam's moments."""
         return 0
 
     def train(self, task: Task, fitting: Fitting, session: Session) -> Fitting:
@@ -274,8 +276,8 @@ class OwnHeads(Baseline):
         """Infer the task ID of each image, and compute its features.
 
         The features are computed with the network of the task in `task_ids`, or of the inferred
-        task if `task_ids` is None. A method that needs the task ID returns `task_ids` as the
-        inferred ones.
+        task if `task_ids` is None. A method that needs the task ID returns `task_ids` instead of
+        inferred task IDs.
         """
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
@@ -291,8 +293,8 @@ class OwnHeads(Baseline):
 
 
 class OneHead(Baseline):
-    """A baseline with one head for all classes, whose largest logit predicts both task and
-    class."""
+    """A baseline with one head for all classes. The largest logit of the head predicts both task
+    and class."""
 
     @abc.abstractmethod
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
@@ -310,11 +312,11 @@ def no_classes(width: int) -> Head:
 
 
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
-    """Report the numbers of parameters that a task trains and stores, and the percentage that it
-    adds.
+    """Report the numbers of parameters that a task trains and stores, and the percentage of
+    parameters that it adds to the backbone.
 
-    `added` is the number of parameters that the task adds to the backbone, without head and router
-    (the paper's %Param).
+    `added` is the number of parameters, without head and router, that the task adds to the
+    backbone. The percentage is the paper's %Param.
     """
     return {
         "params_added_percent": 100 * added / backbone_params(config),
@@ -332,12 +334,14 @@ def pass_costs(
     attention: int = 0,
     executed: int = 0,
 ) -> dict[str, int]:
-    """Report FLOPs per image: by the paper's counter, with attention products, and as executed.
+    """Report three counts of the FLOPs per image: by the paper's counter, with attention products,
+    and as executed.
 
-    The FLOPs are the sum of a plain pass, a pass of `encoder`, and the method's additional FLOPs:
-    `linear` in linear layers, `attention` in attention products, and `executed` for the executed
-    FLOPs of both. The paper's counter omits fused attention: it counts 33.7 GFLOPs for ViT-B, and
-    attention products increase this to 35.1 GFLOPs.
+    Each count is the sum of a plain pass, a pass of `encoder`, and the method's additional FLOPs.
+    `linear` is the additional FLOPs that the paper's counter includes, `attention` is the
+    additional FLOPs that it omits, and `executed` is all additional FLOPs as executed. The paper's
+    counter omits fused attention: for ViT-B, it counts 33.7 GFLOPs, and the count with attention
+    products is 35.1 GFLOPs.
     """
     flops = {
         "flops_method": backbone_flops(config) + linear,
@@ -366,8 +370,8 @@ def at_least_one(settings: Any, *names: str) -> None:
 
 
 def halved(settings: Any, *names: str) -> None:
-    """Raise ValueError unless each of the lengths `names` is even; one half is for keys, the other
-    half for values."""
+    """Raise ValueError unless each of the settings `names` is an even number of at least 2. These
+    settings are lengths of prompts: one half is keys, the other half is values."""
     for name in names:
         length = getattr(settings, name)
         expect(

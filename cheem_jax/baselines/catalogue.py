@@ -66,10 +66,10 @@ BaselineConfig = (
 MethodConfig = CheemConfig | BaselineConfig
 
 NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
-"""Methods that infer the task ID with a network other than the one that predicts the class."""
+"""Methods that require a separate network for task-ID inference."""
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
-"""Settings of the upper bound on the demo stream; the number of epochs is that of CHEEM's
-fine-tuning."""
+"""Settings of the upper bound on the demo stream; CHEEM's fine-tuning has the same number of
+epochs."""
 QUICK_BOUND: dict[str, Any] = {"epochs": 8, "learning_rates": (3e-5, 1e-4)}
 
 LEARNERS: dict[type, Any] = dict(
@@ -97,7 +97,7 @@ LEARNERS: dict[type, Any] = dict(
 )
 """Learner classes, keyed by the type of their settings."""
 TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
-"""Baselines that infer the task ID from the router's features."""
+"""Baselines that accept a separate network for the features of the router."""
 
 
 def check_name(method: str) -> MethodName:
@@ -111,8 +111,9 @@ def check_name(method: str) -> MethodName:
 
 
 def make_preset(method: str, preset: Preset) -> MethodConfig:
-    """Return the settings of a method for a preset: as in the paper's comparison, sized for a CPU,
-    or for a few hundred small images per task.
+    """Return the settings of a method for a preset. `paper` has the values of the paper's
+    comparison, `quick` is sized for a CPU, and `demo` is for a few hundred small images per task.
+    For baselines, `cheem_plus` is identical to `paper`, and `quick_plus` to `quick`.
 
     Raises ValueError for an unknown method.
     """
@@ -128,7 +129,7 @@ def make_preset(method: str, preset: Preset) -> MethodConfig:
     # Epochs, learning rate and batch size are similar to those of CHEEM's preset.
     epochs, rate, changes = (16, 2e-3, DEMO_BOUND) if preset == "demo" else (8, 1e-3, QUICK_BOUND)
     if isinstance(config, RanPacConfig | EaseConfig):
-        rate = config.fit.learning_rate  # the learning rate of SGD
+        rate = config.fit.learning_rate  # unchanged, because these methods use SGD
     if not isinstance(config, FullFinetuneConfig):
         changes = {"fit": dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)}
     match config:
@@ -157,11 +158,12 @@ def make(
     """Make the learner of a method.
 
     `num_tasks` is the number of tasks of the stream; some methods divide their prompts among the
-    tasks beforehand. `base_means` are the means for `Cheem`. Raises ValueError if the settings do
-    not fit the backbone, or if the router network does not fit the method.
+    tasks beforehand. `base_means` are the mean CLS tokens of the pretraining data; only CHEEM uses
+    them. Raises ValueError if the settings do not fit the backbone, or if the router network does
+    not fit the method.
     """
     executor, features, router_features = networks
-    # Features from earlier tokens of the same backbone do not count as a different network.
+    # Intermediate features of the same backbone do not count as features of a separate network.
     shared = router_features is features or (
         router_features.of(executor) and not router_features.ends(executor)
     )

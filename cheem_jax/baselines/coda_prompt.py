@@ -1,12 +1,12 @@
-"""CODA-Prompt: prompts are sums of components, whose weights depend on the frozen feature of the
-image.
+"""CODA-Prompt: a prompt is a weighted sum of components, and the weights depend on the image's
+frozen feature.
 
-Each of the first five blocks has 100 components, each with a key K_m and an attention vector A_m.
-The weight of component m is the cosine between q * A_m and K_m for the image's frozen feature q,
-without softmax. The pool is divided among the tasks beforehand. A task initialises its components,
-keys and attention vectors orthogonal to all earlier ones (Gram-Schmidt), trains them, and freezes
-them. Smith et al., "CODA-Prompt: COntinual Decomposed Attention-based Prompting for Rehearsal-Free
-Continual Learning", CVPR 2023.
+Each of the first five blocks has a pool of 100 components. Component m has a key K_m and an
+attention vector A_m. The weight of component m is the cosine between q * A_m and K_m for the
+image's frozen feature q, without softmax. The pool is divided among the tasks before the first task
+is learned. A task initialises its components, keys and attention vectors orthogonal to all earlier
+ones (Gram-Schmidt), trains them, and freezes them. Smith et al., "CODA-Prompt: COntinual Decomposed
+Attention-based Prompting for Rehearsal-Free Continual Learning", CVPR 2023.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class CodaPromptConfig:
     """Number of components per block. They are divided equally among the tasks; the remainder is
     unused."""
     length: int = 8
-    """Number of rows of a component: the first half is keys, the second half values."""
+    """Number of rows of a component: the first half is keys, the second half is values."""
     layers: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Indices of the blocks with components."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
@@ -87,8 +87,8 @@ class CodaPrompt(Prompting):
             )
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Restore a checkpoint. Raises ValueError if its pool is divided among a different number
-        of tasks."""
+        """Restore a checkpoint. Raises ValueError if the pool in the checkpoint is divided among a
+        different number of tasks."""
         if meta["num_tasks"] != self.num_tasks:
             raise ValueError(
                 f"its prompts are divided among {meta['num_tasks']} tasks, not {self.num_tasks};"
@@ -97,7 +97,8 @@ class CodaPrompt(Prompting):
         super().restore(index, arrays, meta)
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """Initialise the task's rows of the pool orthogonal to the rows of all earlier tasks."""
+        """Initialise the task's rows of the pool so that they are orthogonal to the rows of all
+        earlier tasks."""
         self._check_share(index)
         config = self.config
         width = self.vit.width
@@ -118,8 +119,8 @@ class CodaPrompt(Prompting):
         task: Int[Array, ""],
         is_training: bool,
     ) -> Attached:
-        """Sum the components of all learned tasks and the current one; only the current task's rows
-        have a gradient."""
+        """Compute the weighted sums of the components of all tasks up to `task`; only the
+        components of `task` have a gradient."""
         row = jnp.arange(self.config.pool)
         is_used = row < (task + 1) * self.rows
         is_current = row >= task * self.rows
@@ -135,7 +136,8 @@ class CodaPrompt(Prompting):
         return Attached(prefixes, jnp.zeros(len(query)))
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the number of parameters in the task's rows, which it both trains and adds."""
+        """Return the number of parameters in the task's rows twice, because the task trains and
+        adds the same parameters."""
         config = self.config
         num = len(config.layers) * self.rows * (config.length + 2) * self.vit.width
         return num, num
@@ -166,7 +168,7 @@ def component_weights(
 @jax.jit
 def _with_rows(key, before, index, num):
     """Add the rows of task `index` to `before` `[layers, M, F]`: samples of N(0, 1) minus their
-    projections on all earlier rows."""
+    projections on all earlier rows. Each new row is scaled to unit length."""
     begin = index * num
     pool = before.shape[1]
     sampled = jax.random.normal(key, before.shape)

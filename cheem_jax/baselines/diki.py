@@ -6,7 +6,7 @@ two results are added. Values are initialised with 0, so the network of an untra
 identical to the pretrained network. The inferred task is the task whose Gaussian has the largest
 density at the frozen, normalised feature of the image. Tang et al., "Mind the Interference:
 Retaining Pre-trained Knowledge in Parameter Efficient Continual Learning of Vision-Language
-Models", ECCV 2024; here without the text tower.
+Models", ECCV 2024. This implementation omits the text tower.
 """
 
 import dataclasses
@@ -43,15 +43,15 @@ class DikiConfig:
 
     name: ClassVar[str] = "diki"
     length: int = 8
-    """Number of pairs of a key and a value per block."""
+    """Number of key-value pairs per block."""
     layers: Literal["last3", "first8"] | tuple[int, ...] = "last3"
-    """Blocks with prefixes. `last3` reproduces the paper's FLOPs, `first8` are the blocks of the
-    official code; a tuple selects blocks by index. Router and prediction share the blocks before
-    the first prefix."""
+    """Blocks with prefixes. `last3` reproduces the paper's FLOPs; `first8` selects the blocks of
+    the official code; a tuple selects blocks by index. Router and prediction share the computation
+    of the blocks before the first prefix."""
     cov_shrinkage: float = 0.0
-    """Share of the scaled identity in each covariance, which preserves the mean variance. With the
-    official value 0 and fewer images than dimensions, hardly any test image has its largest density
-    under the Gaussian of its task."""
+    """Share of the scaled identity in each covariance; it does not change the mean variance. With
+    the official value 0 and fewer images than dimensions, hardly any test image has its largest
+    density under the Gaussian of its task."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
@@ -124,8 +124,8 @@ class Diki(OwnPrompts):
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """Return the tokens before the first prefix if they fit the budget, otherwise the
-        images."""
+        """Return the tokens before the first prefix if their bytes fit `executor.budget`, otherwise
+        the images."""
         images = Inputs(task.train.images)
         if 4 * len(images) * self.vit.num_tokens * self.vit.width > self.executor.budget:
             return images
@@ -134,7 +134,8 @@ class Diki(OwnPrompts):
             return Inputs(tokens=self.over(self._tokens, images, leaves, advance=advance))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
-        """Fit a Gaussian. Return its mean and the lower triangle of a Cholesky factor."""
+        """Fit a Gaussian. Return its mean and the lower triangle of its covariance's Cholesky
+        factor."""
         gaussian = fit_gaussian(features, self.config.cov_shrinkage)
         rows, columns = np.tril_indices(len(gaussian.mean))
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
@@ -144,7 +145,7 @@ class Diki(OwnPrompts):
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """Infer the task ID of each image and compute its features in one pass over the images.
 
-        Router and prediction share the blocks before the first prefix.
+        Router and prediction share the computation of the blocks before the first prefix.
         """
         gaussians = [unpack_gaussian(task) for task in self.tasks]
 
@@ -160,7 +161,8 @@ class Diki(OwnPrompts):
         return self.over(answer, inputs, self.executor.leaves, self.stack())
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of a mean and a triangle in float64."""
+        """Return the bytes of a Gaussian: its mean and the triangle of its Cholesky factor, in
+        float64."""
         width = self.vit.width
         return 8 * (width + width * (width + 1) // 2)
 
@@ -177,7 +179,7 @@ class Diki(OwnPrompts):
         prefixes = prefix_flops(vit, self.config.length, len(self.layers))
         attention = 4 * vit.num_tokens**2 * vit.width * len(again) + prefixes
         executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)
-        executed += prefixes + len(self.tasks) * vit.width**2  # with a triangular system per task
+        executed += prefixes + len(self.tasks) * vit.width**2  # one triangular system per task
         num_classes = len(self.classes.classes[-1])
         costs = pass_costs(vit, num_classes, linear=linear, attention=attention, executed=executed)
         return {**costs, "flops_as_printed": costs["flops_method"] + attention}

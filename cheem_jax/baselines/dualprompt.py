@@ -37,7 +37,7 @@ class DualPromptConfig:
     """Number of expert slots, at least one per task. With None, it is 10 or the number of tasks,
     whichever is larger."""
     general_length: int = 6
-    """Number of rows of the general prompt: the first half is keys, the second half values
+    """Number of rows of the general prompt: the first half is keys, the second half is values
     (original: 10)."""
     expert_length: int = 20
     """Number of rows of an expert prompt (original: 10 on CIFAR-100, 40 on ImageNet-R)."""
@@ -140,8 +140,8 @@ class DualPrompt(Prompting):
         return Attached(prefixes, key_loss)
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the size of the general prompt and of a slot with its keys; only the first task
-        adds the general prompt."""
+        """Return the number of trained parameters (general prompt and one slot) and of added
+        parameters (one slot; for the first task, also the general prompt)."""
         prompts = self.state.prompts
         general = prompts["general"].size if "general" in prompts else 0
         slot = (prompts["expert"].size + prompts["keys"].size) // self.pool

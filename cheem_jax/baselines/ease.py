@@ -2,10 +2,11 @@
 
 Each task trains new adapters, which then stay frozen. The features with the adapters of one task
 are a subspace. The prototype of a class in a subspace is the mean of its features. A new subspace
-has no features of earlier classes. The prototypes of these classes are sums of the new classes'
-prototypes, weighted by the similarity of the classes in the earlier subspace. A prediction runs the
-image through the adapters of all tasks. Zhou et al., "Expandable Subspace Ensemble for Pre-Trained
-Model-Based Class-Incremental Learning", CVPR 2024.
+has no features of earlier classes. The prototype of an earlier class in a new subspace is a sum of
+the new classes' prototypes, weighted by the similarity of these classes to the earlier class in the
+subspace of the earlier class. A prediction runs the image through the adapters of all tasks. Zhou
+et al., "Expandable Subspace Ensemble for Pre-Trained Model-Based Class-Incremental Learning", CVPR
+2024.
 """
 
 import dataclasses
@@ -79,8 +80,8 @@ class Ease(AdapterBaseline):
         return self.new_classifier(task)
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone, and 0 and the number of the task's classes: the training head has no
-        columns of earlier classes."""
+        """Return the backbone, 0 as the number of earlier classes, and the number of the task's
+        classes. The training head has no columns for earlier classes."""
         return self.executor.leaves, np.int32(0), np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def classifiers(
     of each task.
 
     In the subspace of its task, a class has its prototype as weight, scaled to unit length. In each
-    other subspace, the length is `OTHERS` divided by the number of other subspaces.
+    other subspace, the length of the weight is `OTHERS` divided by the number of other subspaces.
     """
     share = OTHERS / max(len(prototypes) - 1, 1)
     return [
@@ -155,7 +156,7 @@ def in_subspace(
     prototypes: Sequence[Float[np.ndarray, "_ _ D"]], task: int, subspace: int
 ) -> Float[np.ndarray, "C D"]:
     """Return the prototypes of a task's classes in a subspace. In the subspace of a later task,
-    they are synthesised from the classes of the later task."""
+    they are synthesised from the prototypes of the later task's classes."""
     if subspace <= task:
         return prototypes[task][subspace]
     later = prototypes[subspace]
@@ -171,11 +172,11 @@ def synthesised(
 
     Args:
         earlier: prototypes of the earlier classes in their own subspace.
-        later: prototypes of K later classes in that subspace.
+        later: prototypes of K later classes in the subspace of the earlier classes.
         later_new: prototypes of the later classes in the new subspace.
 
     Returns:
-        Sums of `later_new`, weighted by the softmax of the cosines of `earlier` and `later`.
+        Sums of `later_new`, weighted by the softmax of the cosines between `earlier` and `later`.
     """
     cosines = normalise(earlier) @ normalise(later).T
     return scipy.special.softmax(cosines, axis=1) @ later_new

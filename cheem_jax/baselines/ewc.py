@@ -3,9 +3,9 @@ that are important for earlier tasks.
 
 The importance of a weight for a task is the diagonal Fisher information after training. One network
 and one head predict all classes, without task-ID inference. Kirkpatrick et al., "Overcoming
-catastrophic forgetting in neural networks", PNAS 2017, with the running Fisher information of
-online EWC (gamma = 1): Schwarz et al., "Progress & Compress: A scalable framework for continual
-learning", ICML 2018.
+catastrophic forgetting in neural networks", PNAS 2017. The Fisher information is a running sum over
+tasks, as in online EWC with gamma = 1: Schwarz et al., "Progress & Compress: A scalable framework
+for continual learning", ICML 2018.
 """
 
 import copy
@@ -50,7 +50,7 @@ the backbone."""
 
 
 class Noise(enum.IntEnum):
-    """Random samples of `Phase.METHOD_NOISE`; the number is part of the key."""
+    """Random samples of `Phase.METHOD_NOISE`. The number of a member is part of its PRNG key."""
 
     LABELS = 1
     """Labels of the Fisher information, sampled from the network's softmax."""
@@ -62,8 +62,9 @@ class EwcConfig:
 
     name: ClassVar[str] = "ewc"
     penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
-    """Candidate strengths of the penalty. The average validation accuracy over the first three
-    tasks of the stream selects one; predictions are among the classes of these tasks."""
+    """Candidate strengths of the penalty. The selected penalty has the highest validation accuracy,
+    averaged over the first three tasks of the stream; predictions are among the classes of these
+    tasks."""
     fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
     """Training settings; `fit.learning_rate` is the learning rate of the backbone."""
     batch_size: int = 64
@@ -111,8 +112,9 @@ class Ewc(OneHead, TrainedBaseline):
                 (f * (leaf - old) ** 2).sum()
                 for leaf, old, f in zip(leaves, old_leaves, fisher, strict=True)
             )
-            # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), with F and
-            # theta* of online EWC
+            # Cross-entropy + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3). As
+            # in online EWC, F is the sum over tasks, and theta* is the weights after the previous
+            # task.
             return local + 0.5 * strength * moved
 
         @functools.partial(executor.jit, donate_argnums=0)
@@ -125,7 +127,7 @@ class Ewc(OneHead, TrainedBaseline):
                 return -local_cross_entropy(values, label[None], jnp.ones(1), 0, num)
 
             # Gradients are squared per image, because the square of the mean gradient is far
-            # smaller.
+            # smaller than the mean of the squared gradients.
             new = squared_gradients(log_likelihood, leaves, weights, inputs["images"], rows)
             return jax.tree.map(jnp.add, sums, new)
 
@@ -198,7 +200,7 @@ class Ewc(OneHead, TrainedBaseline):
         vit = self.vit
         backbone = backbone_params(vit)
         head_params = (vit.width + 1) * num
-        # the weights replace the pretrained ones; only the first task adds an array of Fisher
+        # the weights replace the pretrained weights; only the first task adds an array of Fisher
         # information
         stored = head_params if self.classes.num else backbone + head_params
         return {
@@ -230,10 +232,12 @@ class Ewc(OneHead, TrainedBaseline):
         return jax.block_until_ready(sums)
 
     def _tune(self, fitting: Fitting, session: Session) -> Float[np.ndarray, "penalties"]:
-        """Measure the mean validation accuracy with each penalty; it is -1 for non-finite losses.
+        """Measure the mean validation accuracy with each penalty; the accuracy is -1 if a loss is
+        non-finite.
 
-        The first task has no penalty, so all trials start from the state after it. They use the
-        same PRNG keys as the stream. Rolling checkpoints store the accuracies of finished trials.
+        The first task has no penalty, so all trials start from the state after the first task. All
+        trials use the same PRNG keys as the stream. Rolling checkpoints store the accuracies of
+        finished trials.
         """
         first, *others = self._first
         untried = np.full(len(self.config.penalties), np.nan)
@@ -289,8 +293,8 @@ def squared_gradients(
 ) -> Any:
     """Sum the weighted squared gradients of `log_likelihood(params, *example)` over images.
 
-    With labels sampled from the model, the mean over images estimates the diagonal of the Fisher
-    information.
+    With labels sampled from the model and weights of 1/N for N images, the sum estimates the
+    diagonal of the Fisher information.
     """
     grads = jax.vmap(jax.grad(log_likelihood), (None, *[0] * len(examples)))(params, *examples)
     return jax.tree.map(

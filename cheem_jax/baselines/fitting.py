@@ -36,14 +36,14 @@ pass stores the activations of the whole network."""
 
 
 class Init(enum.IntEnum):
-    """Arrays that `Phase.METHOD_INIT` initialises. The number is part of the key, so new members
-    are appended."""
+    """Arrays that `Phase.METHOD_INIT` initialises. The number of a member is part of its PRNG key,
+    so new members are appended."""
 
     LEARNED = 0
     """Prompts, adapters or experts."""
     HEAD = 1
     EXTRA = 2
-    """Random projection of MoAL and RanPAC, MoE-Adapters' auto-encoder."""
+    """Random projection of MoAL and RanPAC, or auto-encoder of MoE-Adapters."""
 
 
 class FitBatch(NamedTuple):
@@ -69,7 +69,7 @@ class Inputs:
         return len(next(iter(self.others.values())) if self.images is None else self.images)
 
     def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
-        """Yield the inputs of each array of row numbers. Images are read in advance."""
+        """Yield the inputs for each array of row numbers in `order`. Images are read in advance."""
         read = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
         for rows, images in zip(order, read, strict=False):
             others = {name: layout.rows(values[rows]) for name, values in self.others.items()}
@@ -97,12 +97,12 @@ class Fitter:
     """Compiled training step of a loss `loss(learned, fixed, batch)`.
 
     Args:
-        loss: a pure function. If `rows` is given, it must be a weighted sum over images and must
-            not use noise.
+        loss: a pure function. If `rows` is given, the loss must be a weighted sum over images and
+            must not use noise.
         optimizer: computes updates for the learning rate 1; by default, Adam.
         jit: compiles a function.
-        rows: `Executor.rows`, which splits a batch into parts that a CPU computes in parallel. With
-            None, a batch is computed as a whole.
+        rows: a function such as `Executor.rows`, which returns the number of images per part of a
+            batch. A CPU computes the parts in parallel. With None, a batch is computed as a whole.
         layout: splits a batch over devices.
     """
 
@@ -137,7 +137,7 @@ class Fitter:
 
         @jit
         def begin(learned):
-            # fresh buffers, because the step donates them
+            # copies, because the step donates the buffers of its inputs
             learned = jax.tree.map(jnp.copy, learned)
             return learned, adam.init(learned)
 
@@ -178,9 +178,9 @@ class Fitter:
         """Train to the last epoch; see `run.training.fit`.
 
         The buffers of `fitting` are donated to the steps. `labels` and `inputs` have one row per
-        image. `scale` multiplies the learning rate: a number, or a pytree prefix of the learned
-        arrays. Raises FloatingPointError for a non-finite loss or gradient, unless `config` skips
-        such steps.
+        image. `scale` multiplies the learning rate. It is a number, or a pytree of numbers that is
+        a prefix of the learned arrays. Raises FloatingPointError for a non-finite loss or gradient,
+        unless `config` skips such steps.
         """
         layout = self.layout
         steps = num_batches(len(labels), batch_size)
@@ -295,8 +295,8 @@ def over_batches(
 def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
     """Return the arrays with the gradient 0 where `mask` is False.
 
-    The axes of `mask` are the first axes of the arrays. Adam leaves the masked elements unchanged,
-    because its moments are 0 at the start of each task.
+    The axes of `mask` are the first axes of the arrays. Adam leaves the elements with the gradient
+    0 unchanged, because their moments are 0 at the start of each task.
     """
 
     def only(leaf: Array) -> Array:

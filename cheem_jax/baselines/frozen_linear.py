@@ -2,8 +2,8 @@
 router.
 
 The head is ridge regression on one-hot labels (scikit-learn's RidgeClassifier). Its penalty is
-selected per task on the validation split. Training the backbone is only useful if it is more
-accurate than this reference.
+selected per task on the validation split. Training the backbone is useful only if the result is
+more accurate than this reference.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from cheem_jax.run.method import check_task_ids
 from cheem_jax.run.session import Session
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
-"""Ridge penalties to select from."""
+"""Candidate ridge penalties."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,7 @@ class FrozenLinear(Baseline):
         }
 
     def bytes_needed(self, task: Task) -> int:
-        """Estimate the bytes on disk that the next task needs: its head and the router's
-        statistics."""
+        """Estimate the bytes on disk for the next task: its head and the router's statistics."""
         head = (self.features.encoder.width + 1) * len(task.classes)
         return 4 * (
             head
@@ -119,10 +118,11 @@ def fit_head(
     val: Float[np.ndarray, "M D"],
     val_labels: np.ndarray,
 ) -> tuple[Head, float]:
-    """Fit ridge heads, and return the head with the highest validation accuracy, and its penalty.
+    """Fit one ridge head per penalty. Return the head with the highest validation accuracy, and the
+    penalty of this head.
 
-    Ties are resolved in favour of the largest penalty. The head's inputs are the unscaled features:
-    their standardisation is part of its weight and bias.
+    Ties are resolved in favour of the largest penalty. The inputs of the head are unscaled
+    features, because the weight and bias of the head include the standardisation.
     """
     # imported here, because scikit-learn takes a second to import and every command imports this
     # module

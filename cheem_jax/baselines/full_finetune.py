@@ -29,8 +29,8 @@ from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
 HEAD_RATE = 1e-3
-"""Initial learning rate of the head, which is larger than the backbone's because the head is
-initialised randomly."""
+"""Initial learning rate of the head. It is larger than the learning rate of the backbone, because
+the head is initialised randomly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,8 @@ class FullFinetuneConfig:
 
 
 class UpperBound(NamedTuple):
-    """Accuracies in [0, 1] at the selected learning rate of the backbone."""
+    """Accuracies in [0, 1] with the selected learning rate of the backbone, and this learning
+    rate."""
 
     test_accuracy: float
     val_accuracy: float
@@ -119,8 +120,8 @@ class FullFinetune(OwnHeads):
         return bound._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
 
     def _sweep(self, index: int, task: Task, session: Session) -> tuple[UpperBound, Any]:
-        """Train with every learning rate. Return the best result, without test accuracy, and its
-        parameters."""
+        """Train with every learning rate. Return the result of the selected learning rate, with
+        `test_accuracy` 0, and the trained parameters."""
         config = self.config
         keys = self.keys
         num = len(task.classes)
@@ -140,7 +141,7 @@ class FullFinetune(OwnHeads):
             best = UpperBound(*saved.meta["best"])
             if "best" in fitting.more:
                 best_learned = unnumbered(fitting.learned, fitting.more["best"])
-            session.saved = saved = None  # the saved arrays would stay in memory
+            session.saved = saved = None  # otherwise, the saved arrays stay in memory
         number = first
 
         def state() -> Saved:

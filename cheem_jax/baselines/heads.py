@@ -22,8 +22,8 @@ from cheem_jax.run.method import check_task_ids
 
 
 class Classes:
-    """Classes of all learned tasks. Columns `first[t]` to `first[t + 1]` of a global head belong to
-    task t."""
+    """Classes of all learned tasks. Columns `first[t]` to `first[t + 1] - 1` of a global head
+    belong to task t."""
 
     def __init__(self, names: Sequence[str] = (), classes: Sequence[Sequence[str]] = ()):
         self.names = list(names)
@@ -57,9 +57,10 @@ class Classes:
     ) -> Inferred:
         """Infer the task and predict the class of each image from the logits of a global head.
 
-        The inferred task is that of the largest logit. The predicted class has the largest logit of
-        the task in `task_ids`, or of the inferred task if `task_ids` is None; it is -1 if a logit
-        is non-finite.
+        The inferred task is the task with the largest logit. The predicted class has the largest
+        logit of the task in `task_ids`, or of the inferred task if `task_ids` is None. The class is
+        -1 if a logit is non-finite; with `task_ids`, only the logits of the task in `task_ids` are
+        checked.
         """
         first = self.first
         logits = logits[:, : first[-1]]
@@ -114,7 +115,8 @@ def _truncated(key, width: int, num: int):
 def local_cross_entropy(
     logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], first, num
 ) -> Float[Array, ""]:
-    """Sum the weighted cross-entropy over columns `first` to `first + num` only.
+    """Return the weighted sum of the images' cross-entropies over the `num` columns that start at
+    `first`.
 
     `labels` are relative to `first`. All other columns have the gradient 0.
     """

@@ -35,13 +35,13 @@ class L2pConfig:
     pool: int = 30
     """Number of prompts in the pool (original: 10)."""
     length: int = 20
-    """Number of rows of a prompt: the first half is keys, the second half values (original: 10
+    """Number of rows of a prompt: the first half is keys, the second half is values (original: 10
     tokens)."""
     top_k: int = 5
     """Number of prompts per image (original: 4)."""
     layers: tuple[int, ...] = (0,)
-    """Indices of the blocks, each with a separate pool; (0, 1, 2, 3, 4) is the variant called
-    "deep"."""
+    """Indices of the blocks with prompts. Each block has a separate pool; (0, 1, 2, 3, 4) is the
+    variant called "deep"."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
@@ -116,7 +116,7 @@ class L2p(Prompting):
         return {"attention": attention, "executed": attention + cosines}
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the size of the pool; the second number is 0 for later tasks, because they add no
-        prompts."""
+        """Return the numbers of trained and of added prompt parameters. Both are the size of the
+        pool, but tasks after the first add 0 parameters."""
         pool = sum(values.size for values in self.state.prompts.values())
         return pool, pool if index == 0 else 0

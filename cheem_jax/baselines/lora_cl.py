@@ -1,13 +1,13 @@
 """LoRA-CL: a low-rank pair per task and plastic layer; centroids infer the task ID.
 
-LoRA-CL is CHEEM with Adapt in every block and without search: each block computes y = W h + b + B A
-h with the pretrained W and b. Tasks do not depend on their order in the stream. Low-rank pairs
-follow Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual
-learner is a baseline of the CHEEM paper.
+LoRA-CL is CHEEM with Adapt in every block and without search: each plastic layer computes y = W h +
+b + B A h with the pretrained W and b. The parameters of a task do not depend on the task's position
+in the stream. Low-rank pairs follow Hu et al., "LoRA: Low-Rank Adaptation of Large Language
+Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
 
-LoRA fine-tuning is an upper bound in the CHEEM paper's tables, to which the task ID is given. Its
-networks are identical to those of LoRA-CL with the same seed. Its FLOPs are those of a plain pass,
-because the pairs can be merged into the backbone.
+LoRA fine-tuning is an upper bound in the CHEEM paper's tables, because it is given the task ID of
+each image. Its networks are identical to those of LoRA-CL with the same seed. Its FLOPs are those
+of a plain pass, because the pairs can be merged into the backbone.
 
 With `op="new"`, every block has New instead of Adapt: each task trains a full copy of all plastic
 layers. No architecture of CHEEM's search adds more parameters.
@@ -53,7 +53,8 @@ class LoraClConfig:
     """Rank of the pairs; for ViT-B, the paper's FLOPs correspond to a rank of 42 to 47."""
     fit: FitConfig = FitConfig(epochs=20)
     head: Literal["random", "ridge"] = "random"
-    """Initial head, as for CHEEM: `ridge` is fitted to the frozen backbone's features."""
+    """Initial head, as in CHEEM: `random` samples a truncated normal; `ridge` is a ridge regression
+    on the features of the frozen backbone."""
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
 
@@ -74,7 +75,7 @@ class LoraCl(ExpertMemory):
         self.config, self.keys = config, keys
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
-        """Train a pair per block and a head, then fit the centroids of the task."""
+        """Train the op of each block and a head, then fit the centroids of the task."""
         config = self.config
         executor = self.executor
         keys = self.keys
@@ -82,7 +83,7 @@ class LoraCl(ExpertMemory):
         num = len(task.train.labels)
         batch_size = self.batch_size
         underway = Underway.resume(session.saved)
-        session.saved = None  # the saved arrays would stay in memory during training
+        session.saved = None  # otherwise, the saved arrays stay in memory during training
         budget = Budget(executor.budget)
         experts = [[self.dense(block, 0)] for block in range(executor.num_blocks)]
         key = keys.at(number, Phase.METHOD_INIT)
@@ -126,7 +127,7 @@ class LoraCl(ExpertMemory):
             architecture=architecture,
             experts=used,
             head=network.trained_head(fitting.state),
-            # later tasks do not read the means
+            # zeros, because later tasks do not read the means
             means=np.zeros((1, executor.config.width), np.float32),
             seed=keys.seed_at(number, Phase.CENTROIDS),
             session=session,
@@ -172,8 +173,8 @@ class LoraFinetune(LoraCl):
     needs_task_id = True
 
     def costs(self, index: int) -> dict[str, Any]:
-        """Report the FLOPs per image of a plain pass without router, because low-rank pairs are
-        merged."""
+        """Report the FLOPs per image of a plain pass: the method does not use the router, and
+        low-rank pairs can be merged into the backbone."""
         plain = [
             backbone_flops(self.executor.config, count_attention=count) for count in (False, True)
         ]

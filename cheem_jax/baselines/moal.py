@@ -1,12 +1,13 @@
 """MoAL: slowly moving adapters, and a closed-form head on random features.
 
-Adapters parallel to every FFN are trained through the stream with an auxiliary cosine head. After
-the first task, predictions use a moving average of the adapters. The predicting head is ridge
-regression on a random projection; recursive least squares adds each task's images exactly. The
-means of earlier classes follow the drift of the features. "Rumination" shifts new features to the
-means of earlier classes, and repeats the update for the shifted features that the head classifies
-wrongly. Gao et al., "Knowledge Memorization and Rumination for Pre-trained Model-based
-Class-Incremental Learning", CVPR 2025.
+Adapters parallel to every FFN are trained on all tasks in turn with an auxiliary cosine head.
+Starting with the second task, predictions use a moving average of the adapters. The predicting head
+is ridge regression on random features; recursive least squares adds each task's images with the
+same result as a regression on all images. After each task, the means of earlier classes are
+corrected for the drift of the features. "Rumination" shifts new features to the means of earlier
+classes, and updates the head again with the new and shifted features that it classifies wrongly.
+Gao et al., "Knowledge Memorization and Rumination for Pre-trained Model-based Class-Incremental
+Learning", CVPR 2025.
 """
 
 import dataclasses
@@ -45,8 +46,8 @@ from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
 DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
-"""Candidate penalties on the distance between the drift map and the identity, relative to the mean
-square of the features."""
+"""Candidate penalties on the distance between the drift map and the identity. A penalty is
+multiplied by the mean diagonal element of the features' second moments."""
 FIRST_SCALE = 0.9
 """Factor by which the weight of the analytic head is multiplied after the first task, as in the
 official code."""
@@ -56,8 +57,8 @@ second task."""
 
 
 class MoalOrder(enum.IntEnum):
-    """Shuffled orders of `Phase.ALIGNMENT_ORDER`. The number is part of the key, so new members are
-    appended."""
+    """Shuffled orders of `Phase.ALIGNMENT_ORDER`. The number of a member is part of its PRNG key,
+    so new members are appended."""
 
     RIDGE = 0
     """Images of the first task; the last fifth is held out."""
@@ -83,8 +84,8 @@ class MoalConfig(AdapterConfig):
 class Analytic(NamedTuple):
     """The predicting head in float64 on the host; its logits are random features times `weight`.
 
-    `inverse` is the inverse of the second moments of the random features of all learned images plus
-    the ridge penalty.
+    `inverse` is the inverse of a sum: the second moments of the random features of all learned
+    images, plus the ridge penalty.
     """
 
     inverse: Float[np.ndarray, "H H"]
@@ -123,8 +124,8 @@ class Moal(AdapterBaseline):
     def check(self, tasks: Sequence[Task]) -> list[str]:
         hidden = self.config.hidden
         num_classes = sum(len(task.classes) for task in tasks)
-        # Three arrays have this size: the stored inverse, the updated inverse, and the decrement of
-        # a step.
+        # Three arrays have the shape `[hidden, hidden]`: the stored inverse, the updated inverse,
+        # and the decrement of a step.
         needed = 8 * hidden * (3 * hidden + 2 * num_classes)
         if needed <= MUCH_MEMORY:
             return []
@@ -133,8 +134,8 @@ class Moal(AdapterBaseline):
         ]
 
     def start(self, task: Task) -> tuple[Bottleneck, jax.Array, jax.Array]:
-        """Return the adapters, the auxiliary head with columns for the new classes, and its
-        scale."""
+        """Return the adapters, the auxiliary head with columns for the new classes, and the scale
+        of this head."""
         state = self.state
         if not state:
             return self.new_classifier(task)
@@ -247,8 +248,8 @@ class Moal(AdapterBaseline):
         rumination: tuple[np.ndarray, np.ndarray],
         advance: Advance,
     ) -> tuple[Analytic, dict[str, Any]]:
-        """Update the head by recursive least squares on the new features, then on the `rumination`
-        of `shifted_sources`.
+        """Update the head by recursive least squares, first on the new features, then on
+        `rumination`, which is the result of `shifted_sources`.
 
         Returns the head, and a report with the number of ruminated images and the number of wrong
         predictions among them.
@@ -303,8 +304,8 @@ def least_squares(
 ) -> None:
     """Add images to the regression, in place, by one step of recursive least squares.
 
-    The result is identical to a regression on all images, up to rounding. Woodbury's identity
-    requires only the Cholesky factor of an N x N matrix.
+    The result is identical to a regression on all images, up to rounding. With Woodbury's identity,
+    the step requires only the Cholesky factor of an N x N matrix.
     """
     inverse, weight = analytic
     gain = lifted @ inverse  # [N, H]
@@ -353,10 +354,10 @@ def nearest_new(means: Float[np.ndarray, "C D"], num_old: int) -> Int[np.ndarray
 def shifted_sources(
     labels: Int[np.ndarray, "N"], means: Float[np.ndarray, "C D"], num_old: int
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "M"]]:
-    """Return the images of rumination and their classes.
+    """Return the row numbers of the images for rumination, and a class for each of these rows.
 
-    Each image occurs once with its true class, and once for each old class to which the image's
-    true class is the nearest new class.
+    Each image occurs once with its true class. It also occurs once with each old class whose
+    nearest new class is the true class of the image.
     """
     images = {new: np.flatnonzero(labels == new) for new in range(num_old, len(means))}
     shifted = [images[new] for new in nearest_new(means, num_old)]

@@ -1,15 +1,17 @@
-"""MoE-Adapters: experts parallel to every FFN, which all tasks share. A router per task selects two
-experts per image.
+"""MoE-Adapters: all tasks share the experts parallel to every FFN. Each task has a router, which
+selects two experts per image and block.
 
 An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. The
-input of a task's router is the CLS token at this point; the softmax of the two largest logits
-weights two experts for all tokens of the image. After each task, the two experts that its images
-used most are frozen in every block: later tasks can use them, but not train them. The inferred task
-is the one whose auto-encoder has the lowest reconstruction error on the features of a small
-network. Yu et al., "Boosting Continual Learning of Vision-Language Models via Mixture-of-Experts
-Adapters", CVPR 2024; here with linear heads instead of texts, as in the CHEEM paper's comparison.
-Task-ID inference by auto-encoders follows Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong
-Learning with a Network of Experts", CVPR 2017.
+input of a task's router is the CLS token at this point. The router selects the experts with the two
+largest logits for all tokens of the image, and the weights of the two experts are the softmax of
+these logits. After each task, up to two experts per block are frozen: the experts that the images
+of the task used most. Later tasks can use frozen experts, but do not train them. A small network
+computes features of an image; the inferred task is the task whose auto-encoder reconstructs these
+features with the lowest error. Yu et al., "Boosting Continual Learning of Vision-Language Models
+via Mixture-of-Experts Adapters", CVPR 2024; this implementation predicts classes with linear heads
+instead of texts, as in the CHEEM paper's comparison. Task-ID inference by auto-encoders follows
+Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network of Experts", CVPR
+2017.
 """
 
 import dataclasses
@@ -60,8 +62,8 @@ from cheem_jax.run.method import Encoder
 from cheem_jax.run.session import Session
 
 ACTIVE = 2
-"""Number of experts that an image uses in each block. As many experts of each block are frozen
-after a task."""
+"""Number of experts that an image uses in each block, and maximum number of experts that are frozen
+in each block after a task."""
 NOISE_FLOOR = 0.01
 """Smallest standard deviation of the noise on a router's logits."""
 HIDDEN = 100
@@ -99,10 +101,11 @@ class Gates(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Noise of a training step in one block or, stacked, in all blocks.
+    """Noise of a training step for one block, or stacked for all blocks.
 
-    `noise` and `normal` are the weights and the normal samples of the noise on the router's logits;
-    `is_kept` is the mask of dropout.
+    The product of the CLS token and `noise` determines the standard deviation of the noise on each
+    logit of the router. `normal` contains samples of a standard normal distribution, which are
+    multiplied by these deviations. `is_kept` is the dropout mask.
     """
 
     noise: Float[Array, "*L D E"]
@@ -126,8 +129,8 @@ class MoeState(NamedTuple):
 
 
 class MoeAdapters(OwnHeads, TrainedBaseline):
-    """The MoE-Adapters learner. The input of the auto-encoders is the features of the router's
-    network, which is AlexNet up to conv5 in the CHEEM paper."""
+    """The MoE-Adapters learner. The auto-encoders reconstruct the features of a separate network,
+    which is AlexNet up to conv5 in the CHEEM paper."""
 
     Learned, State = MoeTask, MoeState
     config: MoeAdaptersConfig
@@ -139,8 +142,8 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
         self.autoencoders = AutoEncoders(self.encoder.width, jit=executor.jit)
 
         def adapted(experts, routers, leaves, inputs, training: Training | None = None):
-            """Compute features `[B, D]` and selected experts `[B, L, k]`; `routers` are those of
-            all tasks."""
+            """Compute features `[B, D]` and selected experts `[B, L, k]`; `routers` contains one
+            router per task."""
             vit = executor.merge_vit(leaves)
             chosen = []
 
@@ -193,7 +196,7 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
         return notes
 
     def start(self, task: Task) -> tuple[Bottleneck, np.ndarray, np.ndarray, Head]:
-        """Return all experts, a router, weights for its noise, and a head."""
+        """Return all experts, and the task's initial router, noise weights and head."""
         vit = self.vit
         key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
         experts = self.state.experts if self.state else init_experts(key, vit, self.config)
@@ -209,7 +212,7 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
         return np.zeros((self.vit.depth, self.config.experts), bool)
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone, the frozen experts, and the number of classes."""
+        """Return the backbone, the mask of the frozen experts, and the number of classes."""
         return self.executor.leaves, self.frozen, np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
@@ -349,7 +352,7 @@ def mixture(
 ) -> Float[Array, "B N D"]:
     """Compute the weighted sum of each image's experts without running the other experts.
 
-    `is_kept` is the mask of dropout.
+    `is_kept` is the dropout mask.
     """
     down, down_bias, up, up_bias = (leaf[gates.chosen] for leaf in experts)  # [B, k, ...]
     num, k, rank, width = down.shape
@@ -372,7 +375,7 @@ def freeze(
 
 
 class AutoEncoders:
-    """Compiled functions for auto-encoders of one input width."""
+    """Compiled functions of all auto-encoders whose input has `width` features."""
 
     def __init__(self, width: int, *, jit: Callable[..., Any] = jax.jit):
         self._init = jit(lambda key: init_autoencoder(key, width))
@@ -392,7 +395,8 @@ class AutoEncoders:
     ) -> tuple[Bottleneck, list[float]]:
         """Fit the auto-encoder of a task. Return the auto-encoder and its mean error in each epoch.
 
-        The last epoch can be incomplete. Raises FloatingPointError for a non-finite error.
+        Training ends after `ITERATIONS` steps, so the last epoch can be incomplete. Raises
+        FloatingPointError for a non-finite error.
         """
         num = len(features)
         steps = num_batches(num, AUTOENCODER_BATCH)
@@ -418,7 +422,8 @@ class AutoEncoders:
         return fitting.learned, losses
 
     def images(self, num: int) -> int:
-        """Return the total number of images in all steps of a fit on `num` images."""
+        """Return the number of images that all steps of `fit` process, for a task with `num`
+        images."""
         epochs, rest = divmod(ITERATIONS, num_batches(num, AUTOENCODER_BATCH))
         return epochs * num + min(rest * AUTOENCODER_BATCH, num)
 
@@ -437,7 +442,8 @@ class AutoEncoders:
 
 
 def init_autoencoder(key: jax.Array, width: int) -> Bottleneck:
-    """Initialise an auto-encoder: weights are uniform in +-1/sqrt(inputs), biases are 0."""
+    """Initialise an auto-encoder: the weights of a layer with n inputs are uniform in +-1/sqrt(n),
+    and biases are 0."""
     down_key, up_key = jax.random.split(key)
     down = jax.random.uniform(down_key, (width, HIDDEN), minval=-1.0, maxval=1.0) / math.sqrt(width)
     up = jax.random.uniform(up_key, (HIDDEN, width), minval=-1.0, maxval=1.0) / math.sqrt(HIDDEN)
@@ -465,7 +471,7 @@ def moe_costs(
     experts per block."""
     identify = num_tasks * 2 * 2 * encoder.width * HIDDEN
     rank = ACTIVE * config.bottleneck
-    # The routers of all tasks compute logits, although an image uses only those of one router.
+    # The routers of all tasks compute logits, although an image uses only the logits of one router.
     routers = vit.depth * 2 * vit.width * config.experts * next_power_of_two(num_tasks)
     executed = identify + executed_adapter_flops(vit, rank) + routers
     return pass_costs(

@@ -3,13 +3,13 @@
 L2P, DualPrompt and CODA-Prompt (`Prompting`) learn prompts that all tasks share. They select
 prompts by a query: the CLS token of a pass without prompts, cached per image. Prompts are
 additional keys and values of a block's attention. One linear head predicts the classes of all
-tasks. Training uses only the head's columns of the current task, but a prediction is the largest
-logit of all classes.
+tasks. Training uses only the head's columns of the current task, but the prediction is the class
+with the largest logit of all tasks.
 
 S-Prompts and DIKI (`OwnPrompts`) learn prompts and a head per task, and a router infers the task ID
-of an image. Tasks do not depend on their order in the stream. A batch can contain images of
-different tasks: the prompts of each image are gathered from a stack, which is padded to a power of
-two.
+of an image. The parameters of a task do not depend on the task's position in the stream. A batch
+can contain images of different tasks: the prompts of each image are gathered from a stack of the
+prompts of all tasks, which is padded to a power of two.
 """
 
 import abc
@@ -43,8 +43,8 @@ Prompts = dict[str, Any]
 
 
 class Attached(NamedTuple):
-    """Prompts of a batch: prefixes keyed by block, and the loss that pulls the prompts' keys
-    towards the query of each image."""
+    """Prompts of a batch: prefixes keyed by block, and one loss per image, which pulls the keys of
+    the image's prompts towards its query."""
 
     prefixes: Mapping[int, Prefix]
     key_loss: Float[Array, "B"]
@@ -76,7 +76,8 @@ class Prompting(OneHead, TrainedBaseline):
         def loss(learned, fixed, batch: FitBatch):
             (prompts, head), (leaves, task, first, num) = learned, fixed
             values, key_loss = logits(prompts, head, leaves, batch.inputs, task, True)
-            # Columns of earlier classes have the gradient 0. Keys are pulled towards the queries.
+            # Columns of earlier classes have the gradient 0. The key loss pulls keys towards
+            # queries.
             local = local_cross_entropy(values, batch.labels, batch.weights, first, num)
             return local + (key_loss * batch.weights).sum()
 
@@ -120,7 +121,7 @@ class Prompting(OneHead, TrainedBaseline):
     @abc.abstractmethod
     def num_params(self, index: int) -> tuple[int, int]:
         """Return the number of prompt parameters that task `index` trains, and the number of prompt
-        parameters that it adds to the stored ones."""
+        parameters that it adds to the stored prompts."""
 
     def start(self, task: Task) -> tuple[Prompts, Head]:
         """Return all prompts and the whole head, with columns for the task."""
@@ -133,8 +134,8 @@ class Prompting(OneHead, TrainedBaseline):
         )
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone, the number of the task, its first column, and its number of
-        classes."""
+        """Return the backbone, the number of the task, the first column of the task in the head,
+        and the number of the task's classes."""
         position = (len(self.classes), self.classes.num, len(task.classes))
         return (self.executor.leaves, *map(np.int32, position))
 
@@ -167,7 +168,7 @@ class Prompting(OneHead, TrainedBaseline):
         return self.over(self._answer, inputs, self.state.prompts, head, self.executor.leaves, last)
 
     def meta(self) -> dict[str, Any]:
-        """Return the number of tasks, among which a method can divide its prompts."""
+        """Return the number of tasks, because some methods divide their prompts among the tasks."""
         return {"num_tasks": self.num_tasks}
 
 
@@ -217,7 +218,7 @@ class OwnPrompts(OwnHeads, TrainedBaseline):
 
     @abc.abstractmethod
     def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
-        """Compute the tokens that do not depend on prompts."""
+        """Compute the input tokens of `prompted`, which do not depend on prompts."""
 
     @abc.abstractmethod
     def prompted(
@@ -267,7 +268,7 @@ class OwnPrompts(OwnHeads, TrainedBaseline):
 
 
 def halves(prompts: Float[Array, "B P D"]) -> Prefix:
-    """Split a prompt of 2P rows into P keys and P values."""
+    """Split the P rows of each prompt: the first half is keys, the second half is values."""
     half = prompts.shape[1] // 2
     return Prefix(prompts[:, :half], prompts[:, half:])
 
@@ -279,7 +280,8 @@ def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, "
 
 
 def check_layers(layers: tuple[int, ...], depth: int) -> None:
-    """Raise ValueError for blocks that the backbone does not have."""
+    """Raise ValueError unless `layers` contains at least one index, no index twice, and only
+    indices of blocks of the backbone."""
     if not layers or not set(layers) <= set(range(depth)) or len(set(layers)) < len(layers):
         raise ValueError(
             f"layers {layers} are invalid for this backbone; expected different numbers in"

@@ -39,7 +39,7 @@ class RanPacConfig(AdapterConfig):
 
     name: ClassVar[str] = "ranpac"
     fit: FitConfig = FitConfig(epochs=20, learning_rate=0.05)
-    """Training of the adapters on the first task."""
+    """Settings for training the adapters on the first task."""
     hidden: int = 10_000
     """Number of random features (RanPAC paper: 10,000); memory and checkpoints are proportional to
     the square of this number."""
@@ -56,7 +56,7 @@ class RanPacState(NamedTuple):
     adapters: Bottleneck
     projection: Float[np.ndarray, "H D"]
     moments: Float[np.ndarray, "M"]
-    """Upper triangle of the second moments of the random features of all images (`pack`)."""
+    """Upper triangle of the random features' second moments, summed over all images; see `pack`."""
     products: Float[np.ndarray, "H C"]
     """Sum of the random features of each class."""
     weight: Float[np.ndarray, "H C"]
@@ -76,7 +76,7 @@ class RanPac(AdapterBaseline):
         hidden = self.config.hidden
         num_classes = sum(len(task.classes) for task in tasks)
         # three arrays of second moments (of the fitted images, of the held-out images, and of a
-        # step), and two packed ones
+        # step), and two packed arrays of half the size
         needed = 8 * hidden * (4 * hidden + 3 * num_classes)
         if needed <= MUCH_MEMORY:
             return []
@@ -142,7 +142,7 @@ class RanPac(AdapterBaseline):
         return self.adapted_costs(0, head=2 * hidden * (self.vit.width + self.classes.num))
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of the projection and the regression."""
+        """Return the bytes of the projection and of the regression's arrays."""
         hidden = self.config.hidden
         num = self.classes.num + len(task.classes)
         return 4 * hidden * self.vit.width + 8 * (hidden * (hidden + 1) // 2 + 2 * hidden * num)
@@ -164,7 +164,7 @@ def pack(moments: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "M"]:
 
 
 def unpack(packed: Float[np.ndarray, "M"], hidden: int) -> Float[np.ndarray, "H H"]:
-    """Invert `pack`."""
+    """Return the symmetric array that `pack` converts to `packed`."""
     moments = np.empty((hidden, hidden))
     begin = 0
     for number in range(hidden):

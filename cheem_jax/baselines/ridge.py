@@ -15,7 +15,7 @@ from cheem_jax.core.settings import Advance
 from cheem_jax.engine.passes import no_progress
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
-"""Penalties of the regression to select from."""
+"""Candidate penalties of the regression."""
 ANALYTIC_BATCH = 512
 """Number of images per step of a regression."""
 
@@ -33,7 +33,7 @@ def lift(
 
 
 def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
-    """Return the targets of the regression."""
+    """Return one-hot targets for the regression."""
     return np.eye(num)[labels]
 
 
@@ -48,7 +48,7 @@ def ridge_logits(
     projection: Float[np.ndarray, "H D"],
     weight: Float[np.ndarray, "H C"],
 ) -> Float[np.ndarray, "N C"]:
-    """Compute the logits of a regression's weight."""
+    """Compute the logits of a regression: random features times `weight`."""
     parts = steps(np.arange(len(features)))
     return np.concatenate([lift(features[part], projection) @ weight for part in parts])
 
@@ -84,7 +84,7 @@ def moments_and_penalty(
             advance(len(part))
 
     moments, products = second_moments(rows(fitted, advance))
-    # a single image is both held out and learned
+    # a single image is both fitted and held out
     chosen = held_out if len(held_out) else fitted
     if len(fitted) < len(projection):
         # with fewer images than random features, the kernel matrix is smaller than the moments and
@@ -122,7 +122,7 @@ def best_ridge(
 
 
 def ridge_factor(moments: Float[np.ndarray, "H H"], penalty: float) -> tuple[Factor, float]:
-    """Factorise the moments plus a penalty; also returns the penalty.
+    """Factorise the moments plus a penalty. Return the factor and the penalty.
 
     The penalty is multiplied by ten while the sum is singular in float64.
     """
@@ -136,7 +136,8 @@ def ridge_factor(moments: Float[np.ndarray, "H H"], penalty: float) -> tuple[Fac
 def ridge_inverse(
     moments: Float[np.ndarray, "H H"], penalty: float
 ) -> tuple[Float[np.ndarray, "H H"], float]:
-    """Invert the moments plus a penalty; also returns the penalty of `ridge_factor`."""
+    """Invert the moments plus a penalty. Return the inverse and the penalty, which `ridge_factor`
+    can increase."""
     factor, penalty = ridge_factor(moments, penalty)
     inverse = scipy.linalg.cho_solve(factor, np.eye(len(moments)))
     return (inverse + inverse.T) / 2, penalty

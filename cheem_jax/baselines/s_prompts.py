@@ -2,9 +2,10 @@
 infers the task ID.
 
 The tokens are inserted between the CLS token and the patches before the first block, without
-position embedding. Tasks share no parameters, so an additional task can only reduce the accuracy of
-the router. Wang, Huang and Hong, "S-Prompts Learning with Pre-trained Transformers: An Occam's
-Razor for Domain Incremental Learning", NeurIPS 2022 (its image-only variant).
+position embedding. Tasks share no parameters, so an additional task affects earlier tasks only if
+the router confuses the tasks. Wang, Huang and Hong, "S-Prompts Learning with Pre-trained
+Transformers: An Occam's Razor for Domain Incremental Learning", NeurIPS 2022 (its image-only
+variant).
 """
 
 import dataclasses
@@ -103,8 +104,8 @@ class SPrompts(OwnPrompts):
         return 4 * self.config.router.num_centroids * self.router_features.encoder.width
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image. If the backbone itself infers the task ID, they are two plain
-        passes plus the n prompt tokens (2 F0 + n TOK)."""
+        """Report the FLOPs per image. If the router uses features of the backbone, the paper's
+        count is two plain passes plus n prompt tokens (2 F0 + n TOK)."""
         vit = self.vit
         extra = self.config.length
         num_classes = len(self.classes.classes[-1])

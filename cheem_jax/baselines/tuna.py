@@ -1,11 +1,13 @@
 """TUNA: adapters per task; the most certain adapters and the merged adapters predict together.
 
-One set of adapters is trained through the stream, and a copy is stored after each task. Heads are
-cosine classifiers. After each task, they are aligned on features sampled from a Gaussian per class.
-A prediction runs the image through every copy. It sums the probabilities with the lowest entropy
-and the probabilities of the merged "universal" adapters. Wang et al., "Integrating Task-Specific
-and Universal Adapters for Pre-Trained Model-based Class-Incremental Learning", ICCV 2025; the merge
-follows Huang et al., "EMR-Merging: Tuning-Free High-Performance Model Merging", NeurIPS 2024.
+One set of adapters is trained on all tasks in turn, and a copy is stored after each task. Heads are
+cosine classifiers. After each task except the first, all heads are aligned: they are trained on
+features sampled from one Gaussian per class. A prediction runs the image through every copy and
+through the merged "universal" adapters. The prediction adds the probabilities of the copy with the
+lowest entropy to the probabilities of the universal adapters. Wang et al., "Integrating
+Task-Specific and Universal Adapters for Pre-Trained Model-based Class-Incremental Learning", ICCV
+2025; the merge follows Huang et al., "EMR-Merging: Tuning-Free High-Performance Model Merging",
+NeurIPS 2024.
 """
 
 import dataclasses
@@ -46,8 +48,8 @@ full rank."""
 TEMPERATURE = 20.0
 """Factor by which cosines are multiplied before each softmax."""
 ALIGNMENT_PERIOD = 5
-"""Number of epochs in which the alignment's learning rate decays to 0, as half a cosine; it
-increases again in the next period."""
+"""Number of epochs in half a period of the alignment's cosine schedule: the learning rate decays to
+0 in these epochs, and increases again in the second half."""
 ALIGNMENT_RATE = 5e-3
 """Initial learning rate of the alignment's SGD."""
 SAMPLES = 5
@@ -62,7 +64,7 @@ class TunaConfig(AdapterConfig):
     bottleneck: int = 16
     """Rank of an adapter."""
     alignment_epochs: int = 30
-    """Number of epochs of the alignment of all heads, which starts after the second task (official:
+    """Number of epochs in which all heads are aligned after each task except the first (official:
     10 for ImageNet-A)."""
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class TunaConfig(AdapterConfig):
 
 
 class Gaussians(NamedTuple):
-    """Gaussians of the features of a task's classes: means, and Cholesky factors of the
+    """One Gaussian of the features per class of a task: means, and Cholesky factors of the
     covariances."""
 
     means: Float[np.ndarray, "C D"]
@@ -180,8 +182,8 @@ class Tuna(AdapterBaseline):
     def costs(self) -> dict[str, int]:
         """Report the FLOPs per image after the whole stream.
 
-        They are a pass per task and, for more than one task, a pass with universal adapters. The
-        count in the CHEEM paper, (T + 1) F0, includes neither adapters nor heads.
+        Each task adds one pass and, with more than one task, the universal adapters add one more
+        pass. The count in the CHEEM paper, (T + 1) F0, includes neither adapters nor heads.
         """
         num = max(self.num_tasks, len(self.tasks))
         passes = num + 1 if num > 1 else 1
@@ -191,7 +193,8 @@ class Tuna(AdapterBaseline):
 
     @property
     def num_samples(self) -> int:
-        """Number of features that the alignment samples per class and epoch, and its batch size."""
+        """Number of features that the alignment samples per class and epoch. The batch size of the
+        alignment is the same number."""
         return SAMPLES * self.config.batch_size
 
     def aligned(
@@ -246,7 +249,7 @@ class Tuna(AdapterBaseline):
         return 4 * (len(task.classes) * width * (1 + width) + width * self.classes.num)
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """Compute the sum of the probabilities by the most certain adapters and by the universal
+        """Add the probabilities of the most certain adapters to the probabilities of the universal
         adapters."""
         bank = [task.adapters for task in self.tasks]
 
@@ -274,8 +277,8 @@ def cosine_loss(
 def merge(bank: Sequence[Bottleneck]) -> Bottleneck:
     """Merge the adapters of all tasks into the universal adapter of each block.
 
-    Each element has the sign of its mean over tasks, and the largest magnitude among the elements
-    with this sign.
+    Each element has the sign of its mean over tasks, and the largest magnitude among the tasks'
+    elements with this sign.
     """
 
     def merged(*parts: Any) -> Float[np.ndarray, "*S"]:

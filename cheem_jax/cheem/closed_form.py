@@ -31,14 +31,15 @@ from cheem_jax.engine.spread import features_spread
 from cheem_jax.run.method import FrozenFeatures, base_network
 
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-"""Ridge penalties that `fit_head` selects from, per image, for standardised features."""
+"""Ridge penalties per image, for standardised features. `fit_head` selects one of them."""
 
 FEATURE_BYTES = 2**28
-"""Maximum bytes of features in memory at a time; candidates are scored in parts of this size."""
+"""Maximum bytes of features in memory at a time. Candidates are scored in parts whose features do
+not exceed this size."""
 
 
 class HeadFit(NamedTuple):
-    """Number of correct predictions of a closed-form head, and its penalty."""
+    """Numbers of correct predictions of a closed-form head, and the penalty of the head."""
 
     left_out: Int[Array, ""]
     """Number of fitted images with a correct leave-one-out prediction."""
@@ -68,9 +69,10 @@ def fit_head(
         num_outputs: `num_classes` padded to a power of two, so that tasks share compiled functions.
 
     If more than one penalty has the best accuracy, the largest of them is selected. All
-    leave-one-out predictions follow from one fit: without an image of leverage h, the residual of
-    that image would be its residual in this fit divided by 1 - h. The intercept is fitted without
-    the image too; mean and scale of the features are computed from all fitted images.
+    leave-one-out predictions are computed from one fit to all fitted images: the leave-one-out
+    residual of an image is its residual in this fit divided by 1 - h, with h the leverage of the
+    image. The leave-one-out intercept excludes the image; the mean and scale of the features
+    include it.
     """
     with jax.default_matmul_precision("highest"):
         mask = fitted[:, None].astype(jnp.float32)
@@ -91,8 +93,8 @@ def fit_head(
             shrunk = jnp.maximum(eigenvalues, 0.0) + penalty * num
             answers = z @ (moments / shrunk[:, None]) + share
             leverage = 1 / num + (z * z / shrunk).sum(1)
-            # A fitted image is predicted by a fit without this image: y - r / (1 - h). Other images
-            # are predicted by the full fit.
+            # A fitted image is predicted by a fit without this image: y - r / (1 - h), with the
+            # residual r and the leverage h. Other images are predicted by the full fit.
             alone = y - (y - answers) / jnp.maximum(1 - leverage, 1e-6)[:, None]
             logits = jnp.where(fitted[:, None], alone, answers)
             logits = jnp.where(jnp.arange(num_outputs) < num_classes, logits, -jnp.inf)
@@ -107,8 +109,8 @@ def fit_head(
 
 
 HEAD_PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Ridge penalties that `ridge_head` selects from, per image. They are larger than `PENALTIES`
-because heads are fitted to few images per class."""
+"""Ridge penalties per image; `ridge_head` selects one of them. They are larger than `PENALTIES`
+because `ridge_head` fits heads to few images per class."""
 
 
 def ridge_head(
@@ -152,11 +154,12 @@ def start_with_ridge_head(
     feed: Feed,
     batch_size: int,
 ) -> SupernetState:
-    """Make the state before the first step with a ridge head on the frozen backbone's features.
+    """Make the state before the first step. Its head is a ridge head that is fitted to the frozen
+    backbone's features.
 
-    With a random head, the first steps of Adam change the low-rank pairs by gradients of random
-    directions. On tasks with many classes and few images, training then can remain at the loss of a
-    uniform prediction (docs/search.md). `feed` has the images of `train`.
+    With a random head, the first steps of Adam would change the low-rank pairs in random
+    directions. On tasks with many classes and few images, the loss can then stay at that of a
+    uniform prediction (docs/search.md). `feed` is the feed of the images of `train`.
     """
     features = frozen_features(executor, frozen, train, feed, batch_size)
     head, _ = ridge_head(features, train.labels, supernet.num_classes)
@@ -166,8 +169,8 @@ def start_with_ridge_head(
 def frozen_features(
     executor: Executor, frozen: FrozenFeatures, split: Split, feed: Feed, batch_size: int
 ) -> Float[np.ndarray, "N D"]:
-    """Compute the frozen backbone's features of a split. If the router reads the same features, its
-    cache is used."""
+    """Compute the frozen backbone's features of a split. If the router reads the same features, the
+    router's cache is used."""
     if frozen.ends(executor):
         return frozen(split.images)
     networks = [base_network(executor)]
@@ -179,8 +182,8 @@ RIDGE_SCALE = 20.0
 
 
 class HeadComparison(NamedTuple):
-    """Validation results of a learned network and of the frozen backbone with a ridge head. Pairs
-    are in this order."""
+    """Validation results of a learned network and of the frozen backbone with a ridge head. In each
+    pair, the first value is of the network and the second of the backbone."""
 
     head: Head
     """The ridge head."""
@@ -189,15 +192,16 @@ class HeadComparison(NamedTuple):
     num_images: int
     """Number of validation images."""
     correct: Sequence[float]
-    """Number of correct predictions on the validation images."""
+    """Pair of the numbers of correct predictions on the validation images."""
     log_probability: Sequence[float]
-    """Mean log-probability of the true class on the validation images, after the temperature of
-    each head was fitted to them."""
+    """Pair of the mean log-probabilities of the true class on the validation images, after the
+    temperature of each head was fitted to these images."""
 
     @property
     def is_frozen_better(self) -> bool:
-        """Whether the frozen backbone has more correct predictions, or the same number and a higher
-        log-probability. Ties are frequent with few validation images."""
+        """Whether the frozen backbone has more correct predictions than the network, or the same
+        number and a higher log-probability. With few validation images, both often have the same
+        number."""
         learned, frozen = zip(self.correct, self.log_probability, strict=True)
         return frozen > learned
 
@@ -220,8 +224,8 @@ def compare_heads(
     frozen_train: Float[np.ndarray, "N D"],
     frozen_val: Float[np.ndarray, "M D"],
 ) -> HeadComparison:
-    """Compare a learned network with a ridge head on the frozen backbone's features, on the
-    validation images of `task`.
+    """Compare two predictors on the validation images of `task`: a learned network, and the frozen
+    backbone with a ridge head.
 
     Args:
         features: features of the learned network for the validation images.
@@ -254,10 +258,10 @@ def closed_form_score(
 ) -> Score:
     """Make a score function that fits a closed-form head to each candidate of the search.
 
-    The function maps genomes `[P, L]` to the number of correct predictions `[P]` out of N + M. Each
-    training image is predicted by the head fitted to all other training images; validation images
-    are predicted by the head fitted to all training images. Features are computed with the
-    supernet's weights; the supernet's head is not used.
+    The function maps genomes `[P, L]` to numbers of correct predictions `[P]` on N training and M
+    validation images. Each training image is predicted by a head fitted to all other training
+    images; validation images are predicted by the head fitted to all training images. Features are
+    computed with the supernet's weights; the supernet's head is not used.
     """
     merged: dict[Place, Expert] = {}
     num_train = len(train_labels)
@@ -296,7 +300,8 @@ def _parts(genomes: Int[np.ndarray, "P L"], bytes_each: int) -> Iterator[Sequenc
     """Divide genomes into parts whose features have at most `FEATURE_BYTES`, and yield the indices
     of each part.
 
-    Sorted order puts genomes that share their first genes into the same part.
+    The genomes are sorted first, so that genomes with the same first genes tend to be in the same
+    part.
     """
     order = sorted(range(len(genomes)), key=lambda index: genomes[index].tolist())
     size = max(FEATURE_BYTES // bytes_each, 1)

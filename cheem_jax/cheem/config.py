@@ -13,14 +13,14 @@ class OpSettings:
     """Settings of the learnable ops."""
 
     rank: int = 16
-    """Rank of Adapt's low-rank pair. The paper does not state it; with rank 40, ViT-B has 68.1
-    GFLOPs, and the paper reports 68.2."""
+    """Rank of Adapt's low-rank pair. The paper does not state the rank; with rank 40, LoRA-CL on
+    ViT-B has 68.1 GFLOPs per image, and the paper reports 68.2."""
     new_init: Literal["random", "copy"] = "random"
     """Initialisation of New: `random` samples a truncated normal with standard deviation 0.02;
     `copy` copies the base expert."""
     new_rate: float = 1.0
-    """Learning rate of New, relative to the learning rate of Adapt and the head. A full matrix
-    needs smaller steps."""
+    """Learning rate of New, relative to the learning rate of Adapt and the head. The full matrix of
+    New needs smaller steps than a low-rank pair."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -87,8 +87,8 @@ class CheemConfig:
     placement: Placement = "mlp_down"
     """Component of each block that the experts replace."""
     token: Token = "component"
-    """Position of the mean CLS tokens: `component` is the component's output before the residual
-    sum; `block` is the block's output."""
+    """Position at which mean CLS tokens are measured: `component` is the component's output before
+    the residual sum; `block` is the block's output."""
     ops: OpSettings = OpSettings()
     remove: tuple[Kind, ...] = ()
     """Ops that are removed from the candidates, such as skip; the paper uses all four ops."""
@@ -103,8 +103,8 @@ class CheemConfig:
     block (docs/search.md)."""
     head: Literal["random", "ridge"] = "random"
     """Initial head of supernet training. `random` samples a truncated normal, as in the paper;
-    `ridge` is a ridge regression on the features of the frozen backbone, which keeps the first
-    steps from damaging these features."""
+    `ridge` fits a ridge regression to the features of the frozen backbone, so that the first
+    training steps do not degrade these features."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"
@@ -112,7 +112,8 @@ class CheemConfig:
     validation images, as in the paper. `closed_form` fits a ridge head per candidate and counts
     leave-one-out predictions on training images plus predictions on validation images."""
     score_images: int = 0
-    """Number of training images for `closed_form`, a seeded subsample; 0 uses all images."""
+    """Number of training images that `closed_form` uses, sampled with the run's seed; 0 uses all
+    training images."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
     """Initial weights of fine-tuning: `initial` initialises new weights, as in the paper;
@@ -122,8 +123,8 @@ class CheemConfig:
     """Randomly crop, flip and modify training images in every epoch. The paper does not augment.
     With augmentation, every step also computes the frozen blocks."""
     fallback: bool = False
-    """Use the frozen backbone with a ridge head for a task if it is more accurate on the validation
-    images than the learned network. The paper has no fallback."""
+    """Use the frozen backbone with a ridge head for a task if this backbone is more accurate on the
+    validation images than the learned network. The paper has no fallback."""
     batch_size: int = 64
     """Number of images per step; the last, partial batch is padded and masked."""
 
@@ -164,14 +165,14 @@ QUICK = CheemConfig(
     finetune=FitConfig(epochs=8),
     batch_size=32,
 )
-"""All phases at a size for a CPU: 160 architectures are scored per task."""
+"""Shorter phases, for a CPU: the search scores 160 architectures per task."""
 
 DEMO = dataclasses.replace(
     QUICK,
     supernet=FitConfig(epochs=12, learning_rate=2e-3),
     finetune=FitConfig(epochs=24, learning_rate=2e-3),
 )
-"""`quick` with more and larger steps, for tasks of a few hundred small images."""
+"""`quick` with more epochs and a higher learning rate, for tasks of a few hundred small images."""
 
 PLUS = {"router": RouterConfig("lda", "early")}
 """Settings that replace the router by a more accurate one for small real data sets
@@ -213,9 +214,10 @@ def auto(config: CheemConfig, num_images: int) -> CheemConfig:
     """Set the epochs and learning rate of preset `auto` for a task with `num_images` training
     images.
 
-    Supernet training and fine-tuning run for at least 256 steps each (`quick` reaches 256 steps
-    with 1,000 images), but for at least 8 and at most 64 epochs. With more than 8 epochs, the
-    learning rate is that of `demo`. All other settings stay the same for every task.
+    Supernet training and fine-tuning each run for the smallest number of epochs with at least 256
+    steps, but for at least 8 and at most 64 epochs (1,000 images have 256 steps in 8 epochs). The
+    learning rate is that of `demo` for more than 8 epochs, and that of `quick` otherwise. All other
+    settings stay the same for every task.
     """
     steps = -(-num_images // config.batch_size)
     epochs = min(max(-(-AUTO_STEPS // steps), QUICK.finetune.epochs), MOST_AUTO_EPOCHS)

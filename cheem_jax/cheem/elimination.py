@@ -15,8 +15,8 @@ Code = tuple[int, ...]
 
 
 class Losses(NamedTuple):
-    """Loss of each network on each validation image, `[P, N]`, and whether its prediction is
-    correct, `[P, N]`."""
+    """Loss of each network on each validation image, `[P, N]`, and whether the network predicts the
+    class of the image correctly, `[P, N]`."""
 
     values: Float[np.ndarray, "P N"]
     correct: Bool[np.ndarray, "P N"]
@@ -45,10 +45,11 @@ def eliminate(
 ) -> tuple[Int[np.ndarray, "L"], Eliminated]:
     """Replace genes of the anchor as long as the validation loss does not increase significantly.
 
-    First, each change of one gene is scored alone. Then the changes are tried one after another, in
-    the order of these mean losses. A network is accepted if the mean over images of the difference
-    between its loss and the anchor's loss is at most `standard_errors` times the standard error of
-    that mean. Most of the noise of a small validation set cancels in these differences. A block can
+    First, each change of one gene is scored alone. Then the changes are tried one after another,
+    together with the changes accepted before. The change with the smallest mean loss when scored
+    alone is tried first. A network is accepted if its loss minus the anchor's loss on the same
+    image, averaged over images, is at most `standard_errors` times the standard error of this
+    average. Most of the noise of a small validation set cancels in these differences. A block can
     change more than once, but only to a candidate that is later in its list in `changes`.
 
     Returns the genome of the last accepted network, and all scored networks. Raises ValueError if
@@ -57,8 +58,8 @@ def eliminate(
     Args:
         score: maps genomes `[P, L]` to losses on the same N images.
         anchor: genome to start from.
-        changes: for each block, the candidate indices that can replace the anchor's, from the most
-            to the least expensive.
+        changes: for each block, the candidate indices that can replace the anchor's index, from the
+            most to the least expensive.
         standard_errors: tolerance, in standard errors; 0 accepts no increase of the mean loss.
         on_scored: is called with the progress after each call of `score`.
         earlier: progress of an interrupted elimination to resume; the result is the same as without

@@ -21,13 +21,13 @@ from cheem_jax.cheem.hee import sample_mixed
 from cheem_jax.core.keys import key_at
 
 TRIES = 10
-"""Number of candidates sampled per new member of the population. Candidates that were already
-scored are dropped; if too few remain, random architectures are added."""
+"""Number of architectures sampled per new member of the population. Architectures that were already
+scored are dropped; if too few remain, uniformly sampled architectures are added."""
 
 
 class KeyPurpose(enum.IntEnum):
-    """Purposes of a generation's keys. The number is folded into the key, so new members are only
-    appended."""
+    """Purpose of one of the keys of a generation. The number of a purpose is folded into its key,
+    so existing numbers must not change."""
 
     FIRST = 0
     CROSSOVER = 1
@@ -89,7 +89,8 @@ def search(
     on_generation: Callable[[Searched], object] = lambda searched: None,
     earlier: Searched | None = None,
 ) -> tuple[np.ndarray, Scored]:
-    """Search for the best architecture by `rank`; returns its genome and all scored architectures.
+    """Search for the architecture that `rank` puts first. Return its genome and all scored
+    architectures.
 
     Each architecture is scored at most once, and the search ends early if all have been scored.
     Raises ValueError if no score is finite.
@@ -172,8 +173,8 @@ def mutate(
     rate: float | Float[Array, ""],
     num: int,
 ) -> Int[Array, "num L"]:
-    """Make `num` children. Each child is a random parent with each gene resampled with probability
-    `rate`.
+    """Make `num` children. Each child is a copy of a random parent, and each gene is resampled with
+    probability `rate`.
 
     A resampled gene is sampled from `uniform` with probability `epsilon`, and from `exploit`
     otherwise.
@@ -208,7 +209,7 @@ def _children(
 
 
 def _take(fresh: list, history: set, candidates, total: int) -> None:
-    """Append candidates that are not in `history` to `fresh` until it has `total` members."""
+    """Append candidates that are not in `history` to `fresh` until `fresh` has `total` members."""
     for genome in candidates:
         if len(fresh) >= total:
             return
@@ -219,8 +220,8 @@ def _take(fresh: list, history: set, candidates, total: int) -> None:
 
 
 def _fill(fresh: list, history: set, key, exploit, uniform, config: SearchConfig) -> None:
-    """Complete a population with uniform samples. If these do not suffice, as in a small search
-    space, add the architectures that are not evaluated yet, in order."""
+    """Complete a population with uniform samples. If too few of them are new and the search space
+    is small, add the architectures that were not scored yet, in order."""
     num = config.population
     if len(fresh) < num:
         _take(fresh, history, _draw(key, KeyPurpose.FILL, uniform, uniform, config), num)

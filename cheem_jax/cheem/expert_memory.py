@@ -1,5 +1,5 @@
 """Base class of the methods with a growing pool of experts: CHEEM, and LoRA-CL as the simplest
-case. It records progress, predicts and computes costs."""
+case. The class predicts, computes costs, and saves and opens the memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -171,8 +171,8 @@ class ExpertMemory:
         seed: int,
         session: Session,
     ) -> None:
-        """Add a task and the grown pool to the memory. If there is a router, its statistics are
-        fitted to the training images of the task."""
+        """Add a task and the grown pool to the memory. If the method has a router, also fit the
+        router's statistics of the task to its training images."""
         before = self.memory
         place = TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.needs_task_id:
@@ -195,7 +195,7 @@ class ExpertMemory:
 
     @property
     def dense(self) -> DenseExperts:
-        """The dense experts of the current memory; the cache is limited to the executor's budget in
+        """The dense experts of the current memory, in a cache of at most `executor.budget`
         bytes."""
         if self._dense.pool is not self.memory.pool:
             self._dense = DenseExperts(self.memory.pool, self.executor.budget, self._dense)
@@ -262,8 +262,8 @@ class ExpertMemory:
     def _executed(self, index: int) -> int:
         """Compute the executed FLOPs of task-ID inference plus the task's network.
 
-        If the backbone infers the task ID, the network resumes from the backbone's tokens, and the
-        shared blocks count once.
+        If the router reads the backbone's features, the task's network starts from the backbone's
+        tokens after the last block that both share, and the shared blocks count once.
         """
         task = self.memory.tasks[index]
         vit = self.executor.config
@@ -278,8 +278,8 @@ class ExpertMemory:
         return identify + network
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Infer task IDs with the router, and predict each class with the network of the task (see
-        `Method.predict`)."""
+        """Infer the task ID of each image with the router, and predict the class with the network
+        of this task (see `Method.predict`)."""
         inferred = task_ids if self.needs_task_id else None
         if task_ids is None:
             if self.needs_task_id:
@@ -299,15 +299,15 @@ class ExpertMemory:
         return Inferred(np.asarray(inferred, np.int32), classes)
 
     def distances(self, images: Images) -> Float[np.ndarray, "N T"]:
-        """Compute the L1 distance from each image to the nearest centroid (or class mean) of each
-        task. A memory rejects images of no known task by this distance, which later tasks do not
-        change."""
+        """Compute the L1 distance from the features of each image to the nearest centroid (or class
+        mean) of each task. A memory uses the distance to reject images of unknown tasks. Learning a
+        task does not change the distances to earlier tasks."""
         centroids = [task.centroids for task in self.memory.tasks]
         return centroid_distances(self.features(images), centroids)
 
     def _classes(self, task: TaskMemory, images: Images, *, shares: bool) -> Int[np.ndarray, "N"]:
-        """Predict the classes of images with a task's network. If `shares` is true, the router's
-        features are computed in the same pass, if possible, and cached."""
+        """Predict the classes of images with a task's network. If `shares` is true and the router
+        reads the backbone's final features, the same pass also computes and caches them."""
         networks = [task_network(self.dense, task.experts)]
         shares = shares and not self.needs_task_id and self.features.ends(self.executor)
         if shares and not self.features.has(images):
@@ -326,8 +326,8 @@ class ExpertMemory:
         return classes
 
     def save(self, root: Path) -> None:
-        """Save the last task and its experts, and replace both by the content of the saved
-        files."""
+        """Save the last task and its experts, and replace both in this memory by the content of the
+        saved files."""
         directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.rank)
         self.memory = self._placed(with_task(self._before, directory))
 
@@ -336,7 +336,7 @@ class ExpertMemory:
         self.memory = self._placed(open_memory(root, self.executor.base_pool))
 
     def _placed(self, memory: InternalMemory) -> InternalMemory:
-        """Copy the experts to all devices. Without the copies, every step would transfer them."""
+        """Copy the experts to all devices, so that steps do not transfer experts."""
         layout = self.executor.layout
         if not layout.is_many:
             return memory
@@ -365,15 +365,15 @@ class TaskNetworks:
         self.experts = experts
         self.tasks = tuple(tasks)
         self.hits = self.misses = 0
-        """Number of networks whose experts were all cached, and number of networks that needed a
-        merge."""
+        """`hits` counts the networks whose experts were all cached. `misses` counts the other
+        networks."""
         self.codes = [
             tuple(SKIP if expert is None else expert for expert in task.experts)
             for task in self.tasks
         ]
 
     def network(self, index: int) -> list[Dense]:
-        """Return the network of the task at `index`; missing experts are merged."""
+        """Return the network of the task at `index`; experts that are not cached are merged."""
         merged = self.experts.merged
         network = task_network(self.experts, self.tasks[index].experts)
         if self.experts.merged == merged:
@@ -388,8 +388,8 @@ class TaskNetworks:
         self.experts.prepare()
 
     def counters(self) -> dict[str, int]:
-        """Return the counters: networks with and without a cache hit, merged experts, evicted
-        experts and cached bytes."""
+        """Return the numbers of networks with and without a cache hit, of merged experts, of
+        evicted experts and of cached bytes."""
         return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
 
 
@@ -399,8 +399,8 @@ def task_network(
     """Make the network of a learned task. `used` is the pool index of the expert in each block, or
     None for Skip.
 
-    The code of each block is the pool index, so networks that use the same experts share
-    computation.
+    The code of each block in the network is the pool index of its expert, so networks that use the
+    same experts share computation.
     """
     return [
         Dense(SKIP, None) if expert is None else Dense(expert, experts[block][expert])

@@ -2,7 +2,7 @@
 via HEE-NAS').
 
 In every table with one row per earlier network (axis E), row 0 is the base network and row i + 1 is
-task i. NaN marks a block that the task skips.
+the network of task i. NaN marks a block that the network skips.
 """
 
 import functools
@@ -111,8 +111,8 @@ def without(
 ) -> Float[np.ndarray, "L C"]:
     """Set the probability of the `removed` op kinds to 0, and normalise each block.
 
-    If only removed ops had a probability in a block, the block becomes uniform over the remaining
-    ops.
+    If only removed ops had a probability above 0 in a block, the remaining candidates of the block
+    have equal probabilities.
     """
     if not removed:
         return table
@@ -132,12 +132,12 @@ class Anchor(NamedTuple):
     genome: Int[np.ndarray, "L"]
     """Candidate index of Adapt in each block."""
     changes: Sequence[Sequence[int]]
-    """Candidate indices per block that add no parameters, from the most to the least expensive: the
-    Reuse candidates, then Skip."""
+    """Indices of the candidates that can replace Adapt in each block, from the most to the least
+    expensive: Reuse candidates, then Skip. They add no parameters."""
 
     def table(self, sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
-        """Make the table for supernet training that samples Adapt with probability `ADAPT`, Skip
-        with probability `SKIP` and Reuse otherwise."""
+        """Make the table from which supernet training samples. In each block, Adapt has probability
+        `ADAPT`, Skip has probability `SKIP`, and the Reuse candidates share the rest equally."""
         table = _empty(sizes)
         for block, (*reuse, skip) in enumerate(self.changes):
             table[block, skip] = SKIP
@@ -151,7 +151,7 @@ ADAPT, SKIP = 0.85, 0.1
 
 
 def anchored(exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]) -> Anchor:
-    """Make the anchor that adapts, in each block, the expert that exploitation samples most.
+    """Make the anchor. In each block, it adapts the expert that exploitation samples most often.
 
     Each block can change to Reuse of that expert, to Reuse of the base expert, or to Skip.
     """
@@ -181,8 +181,8 @@ def sample_mixed(
     *,
     num: int,
 ) -> Int[Array, "num L"]:
-    """Sample `num` architectures. Each is sampled from `uniform` with probability `epsilon`, and
-    from `exploit` otherwise."""
+    """Sample `num` architectures. Each architecture is sampled from `uniform` with probability
+    `epsilon`, and from `exploit` otherwise."""
 
     def draw(i):
         mode_key, draw_key = jax.random.split(jax.random.fold_in(key, i))

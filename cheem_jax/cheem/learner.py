@@ -1,9 +1,9 @@
-"""CHEEM: continual learning with the ops Reuse, New, Adapt and Skip, which are searched by
-hierarchical exploration and exploitation (paper section 'Our Proposed CHEEM').
+"""CHEEM: continual learning that selects one of the ops Reuse, New, Adapt and Skip for each block,
+by hierarchical exploration and exploitation (paper section 'Our Proposed CHEEM').
 
-Learning a task has these phases: similarity to all earlier networks, supernet training,
-evolutionary search, stand-alone training of the target network, growth of the pool, and centroids
-of the task.
+Each task is learned in these phases: compute the similarity to all earlier networks, train the
+supernet, search for the target network, train the target network stand-alone, add its experts to
+the pool, and fit the router to the task.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class SamplingTables(NamedTuple):
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
     anchor: Anchor | None = None
-    """Start of backward elimination; if set, `exploit` is the table of this anchor."""
+    """Network from which backward elimination starts. If it is set, `exploit` is its table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +90,10 @@ class Learning:
     task: Task
     candidates: Candidates
     train: Feed
-    """Training images, or their tokens before the first expert if these fit into `budget`."""
+    """Feed of the training images. If their tokens before the first expert fit into `budget`, the
+    feed yields these cached tokens."""
     val: Feed
-    """Validation images, or their tokens before the first expert if these fit into `budget`."""
+    """Feed of the validation images, cached in the same way."""
     budget: Budget
     underway: Underway
     session: Session
@@ -101,13 +102,14 @@ class Learning:
 class Cheem(ExpertMemory):
     """CHEEM as a continual learner with one frozen backbone.
 
-    `base_means` are the mean CLS tokens mu of the base task `[L, D]` for this placement, token
-    position and image size; None sets the similarity to the base task to 0. `features` computes the
-    router's features, with the same backbone or a lighter network.
+    `base_means` are the mean CLS tokens mu of the base task `[L, D]`, measured with the placement,
+    token position and image size of this run; None sets the similarity to the base task to 0.
+    `features` computes the router's features, with the same backbone or with a lighter network.
     """
 
     always_compares = False
-    """Whether the report compares the network with the frozen backbone even without `fallback`."""
+    """Whether the report compares the target network with the frozen backbone even if
+    `config.fallback` is false."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class Cheem(ExpertMemory):
         self.base_means = base_means
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """Warn if training images are augmented, because training is slower then (see
+        """Warn if training images are augmented, because augmentation slows down training (see
         `Method.check`)."""
         if not self.config.augment:
             return []
@@ -191,7 +193,7 @@ class Cheem(ExpertMemory):
         budget = Budget(self.executor.budget)
         train, val = feed_splits(self.executor, task, session, budget, self.batch_size)
         underway = Underway.resume(session.saved)
-        session.saved = None  # the saved arrays would stay in memory during training
+        session.saved = None  # else, the saved arrays would stay in memory during training
         return Learning(
             self.memory.next_number,
             task,
@@ -204,8 +206,8 @@ class Cheem(ExpertMemory):
         )
 
     def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
-        """Compute S between the task and the base task and every earlier task, per block; NaN if
-        the earlier task skips the block (section 'Task similarity')."""
+        """Compute the similarity S of the new task to the base task and to every earlier task, per
+        block. S is NaN if the earlier task skips the block (section 'Task similarity')."""
         underway = learning.underway
         if underway.similarity is None:
             stored = [task.means for task in self.memory.tasks]
@@ -246,8 +248,8 @@ class Cheem(ExpertMemory):
     def search(
         self, learning: Learning, tables: SamplingTables, trained: SupernetFit
     ) -> Int[np.ndarray, "L"]:
-        """Search for the target network and return its candidate indices. `underway.searched`
-        contains all scored architectures."""
+        """Search for the target network and return its candidate index in each block. All scored
+        architectures are stored in `learning.underway`."""
         if tables.anchor is not None:
             return search_backward(self.executor, learning, tables.anchor, trained, self.config)
         config = self.config.search
@@ -286,8 +288,9 @@ class Cheem(ExpertMemory):
     ) -> SupernetFit:
         """Train the target network stand-alone, as a supernet that samples only this architecture.
 
-        `trained` is the trained supernet; it is used only if the fine-tuning weights are inherited.
-        Without a trained supernet, they are initialised.
+        If `config.weights` is `inherited`, training starts from the weights of the supernet
+        `trained`. Otherwise, or if `trained` is None, training starts from newly initialised
+        weights.
         """
         config = self.config
         supernet = self._supernet(learning, Phase.FINETUNE_INIT)
@@ -340,12 +343,13 @@ class Cheem(ExpertMemory):
     def calibrate(self, learning: Learning, features: Float[np.ndarray, "N D"]) -> None:
         """Do nothing; subclasses can store further statistics of the new task.
 
-        `features` are the features of the training images in the task's network.
+        `features` are the features that the task's network computes for the training images.
         """
 
     def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`. The estimate counts all candidates with their Adam moments in
-        two rolling checkpoints, plus the router's statistics."""
+        """Estimate the disk space for learning a task (see `Method.bytes_needed`): two rolling
+        checkpoints with the parameters and Adam moments of all candidates, plus the router's
+        statistics."""
         supernet = supernet_size(self.memory.pool, self.config.ops.rank, len(task.classes))
         return 4 * (3 * 2 * supernet + self.router_numbers(task))
 
@@ -389,7 +393,8 @@ class Cheem(ExpertMemory):
 
 
 def scored_rows(config: CheemConfig, keys: Keys, learning: Learning) -> Int[np.ndarray, "N"]:
-    """Sample the training images that the score uses; return their sorted indices."""
+    """Sample the training images on which the search scores candidates, and return their sorted
+    indices."""
     rng = np.random.default_rng(keys.seed_at(learning.index, Phase.SCORE))
     shuffled = rng.permutation(len(learning.task.train.labels))
     return np.sort(shuffled[: num_scored(config, learning.task)])
@@ -403,8 +408,8 @@ def candidate_score(
     config: CheemConfig,
     advance: Advance,
 ) -> Score:
-    """Make the score function of the evolutionary search; `rows` are the training images that a
-    closed-form head is fitted to."""
+    """Make the score function of the evolutionary search. `rows` are the indices of the training
+    images that closed-form heads are fitted to."""
     task = learning.task
     common = {"batch_size": config.batch_size, "advance": advance}
     if config.score == "shared_head":
@@ -436,7 +441,8 @@ def search_backward(
     """
     underway = learning.underway
     labels = learning.task.val.labels
-    # the anchor, every change alone, and at most once more together with the accepted ones
+    # the anchor is scored once; each change is scored alone, and at most once more together with
+    # the changes accepted before it
     total = len(labels) * (1 + 2 * sum(map(len, anchor.changes)))
     with learning.session.phase("search", total, underway.saved) as advance:
 
@@ -471,8 +477,8 @@ def begin_stage(
     supernet: Supernet,
     config: CheemConfig,
 ) -> SupernetFit:
-    """Return the training stage `name` before its first step, or in the state that an earlier
-    process saved."""
+    """Return the training stage `name`: in the state that an earlier process saved, or in its
+    initial state if nothing was saved."""
     fitting = learning.underway.fitting(name, supernet)
     if config.head == "ridge" and not fitting.progress.step:
         with learning.session.phase("head"):
@@ -487,10 +493,11 @@ def begin_stage(
 def feed_splits(
     executor: Executor, task: Task, session: Session, budget: Budget, batch_size: int
 ) -> tuple[Feed, Feed]:
-    """Return the training and the validation images, or their tokens before the first expert, if
-    these fit into `budget`.
+    """Return the feeds of the training and the validation images.
 
-    The budget is used for the images of both splits first, then for tokens.
+    A feed yields cached tokens before the first expert if the tokens of all its images fit into
+    `budget`; otherwise, it yields tokens computed from the images. The budget is used first for the
+    images of both splits, then for tokens.
     """
     splits = (task.train, task.val)
     feeds = [feed_images(executor, split.images, budget) for split in splits]
@@ -511,7 +518,8 @@ def feed_splits(
 
 
 def supernet_size(pool: Pool, rank: int, num_classes: int) -> int:
-    """Count the parameters of a task's supernet: every Adapt and New, and the padded head."""
+    """Count the parameters of a task's supernet: those of every Adapt and New, and of the padded
+    head."""
     num_inputs, width = pool[0][0].params[0].shape
     pair = rank * (num_inputs + width)
     new = (num_inputs + 1) * width
@@ -529,10 +537,11 @@ def earlier_means(
     batch_size: int,
 ) -> Float[np.ndarray, "E L D"]:
     """Compute the mean CLS tokens mu of the task's images with the base network and with each
-    earlier task's network. Skipped blocks are 0.
+    earlier task's network. The mean is 0 in blocks that a network skips.
 
-    One pass runs several networks, whose experts have at most `limit` bytes. If the router reads
-    the features of the base network, they are stored in `frozen`.
+    Each pass runs several networks. Together, the experts of these networks have at most `limit`
+    bytes (see `together`). If the router reads the features of the base network, these features are
+    stored in `frozen`.
     """
     task = learning.task
     experts, earlier = learning.candidates.experts, learning.candidates.earlier
@@ -556,10 +565,12 @@ def similarity_to(
     means: Float[np.ndarray, "E L D"],
     earlier: Sequence[Sequence[int | None]],
 ) -> Float[np.ndarray, "E L"]:
-    """Compute S from mean CLS tokens mu: `means` of the new task's images in each earlier network,
-    `base_means` of the base task, and `stored` of each earlier task's own images in its network.
+    """Compute the similarity S from mean CLS tokens mu.
 
-    S is 0 for the base task if `base_means` is None, and NaN in blocks that an earlier task skips.
+    Each earlier network computes its `means` from the new task's images. The base network computes
+    `base_means` from the pretraining images, and the network of each earlier task computes its
+    `stored` means from the images of that task. S is 0 for the base task if `base_means` is None,
+    and NaN in blocks that an earlier task skips.
     """
     base = np.zeros_like(means[0]) if base_means is None else base_means
     present = np.array([[expert is not None for expert in experts] for experts in earlier])
@@ -570,7 +581,7 @@ def similarity_to(
 def sampling_tables(
     config: CheemConfig, candidates: Candidates, similarity: Float[np.ndarray, "E L"]
 ) -> SamplingTables:
-    """Compute the probabilities that supernet training and search sample from."""
+    """Compute the candidate probabilities from which supernet training and the search sample."""
     sizes = candidates.sizes
     exploit = exploit_table(similarity, candidates.earlier, sizes)
     uniform = uniform_table(sizes)
@@ -583,7 +594,8 @@ def sampling_tables(
 
 
 def num_scored(config: CheemConfig, task: Task) -> int:
-    """Count the training images that the score uses: 0 if the supernet's head scores candidates."""
+    """Count the training images on which the search scores candidates. The count is 0 if the
+    supernet's head scores them, because that score uses only validation images."""
     num = len(task.train.labels)
     return 0 if config.score == "shared_head" else min(config.score_images or num, num)
 
@@ -595,7 +607,7 @@ def phase_report(
     finished: SupernetFit,
 ) -> dict[str, Any]:
     """Report the similarity, the losses of both training stages, the number of skipped steps, and
-    the values that were not cached."""
+    descriptions of the values that did not fit into the cache."""
     return {
         "similarity": [
             [None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity
@@ -652,8 +664,8 @@ def compare_with_frozen(
     head: Head,
     batch_size: int,
 ) -> HeadComparison | None:
-    """Compare the learned network with the frozen backbone and a ridge head on the validation
-    images. Returns None if the backbone's features are non-finite."""
+    """Compare two predictors on the validation images: the learned network, and the frozen backbone
+    with a ridge head. Return None if a feature of the backbone is non-finite."""
     task = learning.task
     with learning.session.phase("finetune"):
         train, val = (
@@ -673,9 +685,9 @@ def expected_seconds(
     """Estimate the seconds for learning a task on this machine, from scratch or from the progress
     in `saved`.
 
-    The estimate is the number of image passes times the measured seconds per image. A training
-    image counts as three passes. Augmentation is measured separately. Compilation and the savings
-    of shared prefixes are not included.
+    The estimate is the number of forward passes of single images times their measured seconds. A
+    training step counts as three forward passes per image. The time for augmentation is measured
+    separately and added. The estimate ignores compilation, and the time saved by shared prefixes.
     """
     images = task.train.images
     num = len(task.train.labels)
@@ -705,7 +717,8 @@ def expected_seconds(
     if underway.searched is not None:
         generations -= underway.searched.generations
     networks = config.search.population * generations
-    # Reuse and Skip of each block are scored alone, and again after earlier changes
+    # backward elimination scores Reuse and Skip of each block alone, and again after earlier
+    # changes
     if config.sampling == "anchored":
         networks = 4 * executor.num_blocks
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
@@ -716,8 +729,8 @@ def expected_seconds(
 
 
 def _fastest(work: Callable[[], None], repeats: int) -> float:
-    """Return the minimum seconds of `repeats` calls. The first call can include compilation, and
-    other processes can slow down calls."""
+    """Call `work` `repeats` times and return the seconds of the fastest call. Slower calls can
+    include compilation, or delays by other processes."""
     times = list[float]()
     for _ in range(repeats):
         start = time.perf_counter()
@@ -727,8 +740,8 @@ def _fastest(work: Callable[[], None], repeats: int) -> float:
 
 
 FEW = 4
-"""The similarity pass computes at least this many networks together, even if their experts exceed
-`limit` bytes."""
+"""Number of networks that one similarity pass can always run together, even if their experts exceed
+the `limit` of `together`."""
 
 
 def together(
@@ -737,9 +750,9 @@ def together(
     """Divide the base network (index 0) and the networks of the earlier tasks into parts, and yield
     the indices of each part.
 
-    The experts of a part have at most `limit` bytes, or the bytes of `FEW` networks if these are
-    more. Sorted order puts networks that share experts into the same part. Usually there is only
-    one part.
+    The experts of a part have at most `limit` bytes, or at most the bytes of `FEW` networks if that
+    is more. The networks are sorted first, so that networks with shared experts tend to be in the
+    same part. Usually there is only one part.
     """
     size = sum(leaf.nbytes for leaf in experts[0][0])
     limit = max(limit, FEW * len(experts) * size)

@@ -58,9 +58,9 @@ def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) 
 def save_forgotten(root: Path, memory: InternalMemory, number: int) -> Path:
     """Save the placeholder of forgotten task `number`, and return its directory.
 
-    The placeholder has the pool indices of the task's experts and the experts that other tasks
-    still use, but no task name and no classes. When the memory is opened, all other experts
-    therefore keep their pool indices.
+    The placeholder contains the pool index of each expert that the task added, and the parameters
+    of each such expert that other tasks still use. It contains no task name and no classes. Because
+    of the placeholder, all other experts keep their pool indices when the memory is opened.
     """
     places: list[int | None] = []
     experts, parents = {}, {}

@@ -88,7 +88,7 @@ class Supernet:
     def init(self) -> SupernetState:
         """Make the state before the first step: an initialised head and no learners."""
         width = self.experts[0][0].bias.shape[0]
-        # the key of the head uses the block index L
+        # the key of the head has the block index L, which no block has
         key = key_at(self.key, len(self.experts), 0)
         return SupernetState({}, init_head_learner(key, width, next_power_of_two(self.num_classes)))
 

@@ -34,8 +34,8 @@ from cheem_jax.run import training
 from cheem_jax.run.training import FitState
 
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
-"""Function of the epoch and its number of steps; returns the candidate indices of one architecture
-per step."""
+"""Function that maps an epoch and its number of steps to one architecture per step, as candidate
+indices."""
 
 
 class SupernetFit(NamedTuple):
@@ -75,8 +75,8 @@ def train_steps(
     *,
     rates: Sequence[float],
 ) -> tuple[SupernetState, list[jax.Array]]:
-    """Take one step per architecture in order. Each call of the device runs
-    `executor.steps_per_call` steps."""
+    """Train each architecture for one step, in order, as `train_step` does. Each call on the device
+    runs `executor.steps_per_call` steps."""
     state = supernet.with_learners(state, architectures)
     learners, head, losses = executor.train(
         state.learners, state.head, architectures, steps, rates=rates, setup=supernet.setup
@@ -102,8 +102,8 @@ def fit(
 
     `order_key` determines the order of the images. `on_step` receives the current fit before each
     call of `advance`. Training that is resumed from such a fit has the same result as uninterrupted
-    training. Raises FloatingPointError if a loss or gradient is non-finite and `config.non_finite`
-    is `stop`; such a step never changes a parameter.
+    training. A step with a non-finite loss or gradient never changes a parameter. After such a
+    step, `fit` raises FloatingPointError if `config.non_finite` is `stop`.
     """
     supernet = fitting.supernet
     steps = num_batches(len(labels), batch_size)
@@ -151,7 +151,7 @@ def steps_of(
     order: Sequence[Rows],
     batch_size: int,
 ) -> Iterator[Step]:
-    """Yield the data of each step, divided into the executor's parts."""
+    """Yield the data of each step, divided into parts of `executor.rows(batch_size)` images."""
     layout = executor.layout
     rows = executor.rows(batch_size)
     parts = [
@@ -176,7 +176,7 @@ def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B
 
 
 def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows) -> Step:
-    """Make the data of one step, divided into the executor's parts."""
+    """Make the data of one step, divided into parts as in `steps_of`."""
     (step,) = steps_of(executor, feed, labels, [batch], len(batch.rows))
     return step
 
@@ -212,12 +212,13 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     new = Choice("new")
     reuse = Choice("reuse", 0)
     skip = Choice("skip")
-    # (first op, middle ops, last op): the patterns contain each op kind after a learnable op, and
-    # each learnable op as the first one that learns
+    # Each pattern is (first op, middle ops, last op). Together, the patterns contain each op kind
+    # after a learnable op, and each learnable op as the first learnable op.
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
     if not executor.composes:
-        # the executor compiles one function for all patterns, or a separate one for each pattern
+        # such an executor compiles one function for all patterns, or a separate function for each
+        # pattern; in both cases, only the first pattern is compiled here
         patterns = patterns[:1]
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
@@ -237,8 +238,9 @@ def supernet_draws(
     uniform: Float[np.ndarray, "L C"],
     epsilon: float,
 ) -> Draws:
-    """Make a function that samples one architecture per step; each epoch samples either by
-    exploration or by exploitation (section 'Balancing')."""
+    """Make a function that samples one architecture per step. All architectures of an epoch are
+    sampled from `uniform` with probability `epsilon`, and from `exploit` otherwise (section
+    'Balancing')."""
 
     def draws(epoch: int, steps: int) -> np.ndarray:
         explore = float(_unit(key_at(mode_key, epoch))) < epsilon
@@ -293,10 +295,10 @@ def supernet_score(
     batch_size: int,
     advance: Advance = no_progress,
 ) -> Score:
-    """Make a score function for the search from the supernet's weights and head.
+    """Make the score function of the search, which uses the supernet's weights and head.
 
-    The function maps genomes `[P, L]` to the number of correct predictions `[P]` on the held-out
-    images of `feed`. `labels` are their class indices within the task.
+    The function maps genomes `[P, L]` to numbers of correct predictions `[P]` on the held-out
+    images of `feed`. `labels` are the class indices of these images within the task.
     """
     merged: dict[Place, Expert] = {}
 
@@ -326,10 +328,10 @@ def head_losses(
     batch_size: int,
     advance: Advance = no_progress,
 ) -> elimination.LossFunction:
-    """Make a score function for backward elimination from the supernet's weights and head.
+    """Make the score function of backward elimination, which uses the supernet's weights and head.
 
-    The function maps genomes `[P, L]` to the cross-entropy of each held-out image of `feed`, and
-    whether its class is predicted correctly, `[P, N]`.
+    The function maps genomes `[P, L]` to two arrays `[P, N]`: the cross-entropy on each held-out
+    image of `feed`, and whether the class of the image is predicted correctly.
     """
     merged: dict[Place, Expert] = {}
     head = supernet.trained_head(state)
@@ -342,7 +344,7 @@ def head_losses(
         logits = compute_logits(features, head).astype(np.float64)
         values = -log_softmax(logits, axis=-1)[:, np.arange(len(labels)), labels]
         return elimination.Losses(
-            # NumPy adds numbers in an order that depends on the memory layout
+            # the order in which NumPy adds numbers depends on the memory layout, so fix the layout
             np.ascontiguousarray(values),
             logits.argmax(axis=-1) == labels,
         )

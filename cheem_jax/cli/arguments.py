@@ -75,7 +75,7 @@ class HelpRule:
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
         if self.is_active or not dataclasses.is_dataclass(info.type):
             return None
-        self.is_active = True  # while tyro's other rules make the specification
+        self.is_active = True  # no recursion: only tyro's other rules apply below
         try:
             spec = ConstructorRegistry.get_struct_spec(info)
         finally:

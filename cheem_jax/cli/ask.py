@@ -40,12 +40,12 @@ COLUMNS: list[str] = [
     "error",
 ]
 OPEN_SET = 0.05
-"""Share of a task's images that a server rejects by default."""
+"""Share of a task's images that `cheem serve` can reject by default."""
 SHOW_PROGRESS_FROM = 500
 """Minimum number of images for a progress bar."""
 BATCH_SIZES = (1, 8, 16)
-"""Batch sizes for which functions are compiled in addition to the largest one. With 32 clients, a
-batch contains about 10 requests."""
+"""Batch sizes for which `cheem serve` compiles functions in addition to `--max-batch`. With 32
+clients, a batch contains about 10 requests."""
 SCORES_LEGEND = """\
 accuracy: share of images with the right task and class (task-agnostic)
 task ID given: share with the right class, given the task ID
@@ -175,8 +175,9 @@ class Evaluate(OfData, Answering):
     task: str | None = None
     """Name of the learned task, if it differs from the name of the data."""
     split: Literal["test", "val", "train"] = "test"
-    """Split to measure on. For data without a test split, `test` means all images; if the task was
-    learned from these data, it means the held-out images."""
+    """Split to measure on. For data without a test split, `test` consists of the images that were
+    held out when the task was learned from these data, or of all images if it was learned from
+    other data."""
     open_set: float | None = None
     """Share of a task's images that can be rejected, as for `cheem predict`; a rejected image
     counts as wrong."""
@@ -255,7 +256,7 @@ class Serve(Limits, Predicting):
     `auto` is 0.05 if every task is calibrated; with `off`, every image is assigned to a task."""
 
     def predictor(self, **options: Any) -> Predictor:
-        """Return the memory's predictor with further options."""
+        """Return a predictor of the memory; `options` are passed to `OpenMemory.predictor`."""
         memory = self.open()
         open_set = None if isinstance(self.open_set, str) else self.open_set
         is_calibrated = all(target.distances is not None for target in memory.targets)

@@ -11,8 +11,8 @@ class Command(NamedTuple):
 
     name: str
     function: str
-    """Module in this folder and function in the module. The function returns the exit status; None
-    means 0."""
+    """Module of this folder and function of the module, as `MODULE.FUNCTION`. The function returns
+    the exit status; None means 0."""
     help: str
     computes: bool = True
     """Whether the command compiles functions, which are then cached."""

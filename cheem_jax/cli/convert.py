@@ -1,5 +1,5 @@
 """`cheem convert`: convert the weights of a plain timm ViT, DeiT or DINO to this library's format,
-with the means of the pretraining data.
+and add mean CLS tokens of the pretraining data.
 
     cheem convert --backbone deit_tiny --output deit_tiny.safetensors
     cheem convert --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \

@@ -43,7 +43,7 @@ class DataFolder:
     data_dir: Path | None = None
     """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     split_seed: Annotated[int, ADVANCED] = 0
-    """Seed for the splits that a data set does not have."""
+    """Seed for making the splits that a data set lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Verify(DataFolder):
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME,
     hf:NAME (the Hugging Face hub), a folder or a zip."""
     cache_dir: Path | None = None
-    """Additional folder of decoded images whose hashes are checked."""
+    """Additional folder of decoded images. The hashes of these images are checked."""
     skip_broken: bool = False
     """Exclude broken images as `cheem learn --skip-broken` does, and do not report them as
     errors."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from cheem_jax import __version__
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""Linux's setting of huge pages: for all memory (always), on request (madvise), or never."""
+"""File with Linux's setting for huge pages: always, on request (madvise), or never."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Doctor:
     """Options of `cheem doctor`."""
 
     json: bool = False
-    """Print one JSON object instead of a table, with the versions of all packages."""
+    """Print one JSON object, with the versions of all packages, instead of text."""
     network: bool = False
     """Also check that weights can be downloaded; otherwise, the network is not used."""
     timeout: float = 120.0
@@ -101,8 +101,8 @@ class Check(NamedTuple):
     """A check, which runs in a separate process and imports the modules to be checked."""
 
     run: Callable[[bool], dict[str, Any]]
-    """Function of the option `network`. It returns findings keyed by name, or raises an error that
-    describes a problem."""
+    """Function that accepts the option `network`. It returns findings keyed by name, or raises an
+    error that describes a problem."""
     way_out: str
     tolerates: type[Exception] | tuple[()] = ()
     """Types of errors that affect only the checked feature."""
@@ -139,8 +139,8 @@ def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem
 
 
 def probe(network: bool) -> None:
-    """Print the name, findings and problem of each check as JSON. Stop after the first required
-    check that fails."""
+    """Print the name, findings and problem of each check as JSON. Stop after the first error that
+    its check does not tolerate."""
     for name, check in CHECKS.items():
         result, problem = {}, None
         try:

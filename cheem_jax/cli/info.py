@@ -39,8 +39,8 @@ class OfMemoryOrRun(OfMemory):
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """Folder of the memory, or of a finished CHEEM run."""
     weights: Path | None = None
-    """Weights file of the backbone for a run, which does not contain weights. Default: the file
-    that the run used."""
+    """For a run: weights file of the backbone; default: the file that the run used. A memory
+    contains its weights."""
     usable: bool = False
     """Predict with the intact tasks of a memory if other tasks are corrupted."""
 

@@ -1,6 +1,6 @@
 """Commands that create, change and send a memory: `learn`, `forget`, `export`, `push`, `pull`.
 
-The settings at the top are shared with `predict`, `evaluate` and `serve`.
+The commands `predict`, `evaluate` and `serve` also use `Answering`, `Predicting` and `OfData`.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Predicting(Answering):
     the size."""
 
     def predictor(self, **more: Any) -> Predictor:
-        """Return the memory's predictor with further options."""
+        """Return a predictor of the memory; `more` is passed to `OpenMemory.predictor`."""
         return self.open().predictor(top=self.top, memory_gb=self.memory_gb, **more)
 
 
@@ -141,7 +141,7 @@ class Learn(OfData, OfMemory):
     """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
     """For a new memory: a folder or zip with images of the pretraining data. New tasks are compared
-    with them."""
+    with these images."""
     keep_base: bool = False
     """For a new memory: also predict the classes of the pretraining data (with --base-data)."""
     base_classes: Path | None = None
@@ -164,8 +164,8 @@ class Learn(OfData, OfMemory):
 
 
 def learn_tasks(settings: Learn) -> None:
-    """Read the data, create the memory if it does not exist, and learn the new tasks. Data errors
-    are raised before a memory is created."""
+    """Read the data, create the memory if it does not exist, and learn the new tasks. If the data
+    cannot be read, no memory without tasks is left behind."""
     progress = Progress()
     plans = settings.plans("learn" if settings.extend is None else "extend")
     if settings.name is not None and len(plans) > 1:
@@ -387,8 +387,8 @@ class Export(Answering):
 
 
 def export_memory(settings: Export) -> None:
-    """Export the memory, compare the file's outputs with this library's, and print its size and
-    speed."""
+    """Export the memory, compare the outputs of the file and of this library, and print the size
+    and the speed of the file."""
     # errors about the format are raised before the slow opening of the memory
     kind = settings.format or kind_of(settings.file)
     exported = settings.open().export(

@@ -33,7 +33,7 @@ class Report:
     """Draw runs and memories as one HTML page that needs no network."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """Directories of runs or memories, or folders that contain some at any depth."""
+    """Directories of runs or memories, or folders that contain such directories at any depth."""
     out: Path | None = None
     """HTML file to write; default: report.html in the first folder."""
     images: bool = True
@@ -106,7 +106,7 @@ def write_tensorboard(settings: Tensorboard) -> None:
 
 
 OTHER_LINES = 20
-"""Number of lines of the display besides the rows of tasks."""
+"""Number of lines of the display that are not rows of tasks."""
 MOST_ROWS = 40
 """Maximum number of displayed tasks if the height of the output is unlimited."""
 

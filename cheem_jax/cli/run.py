@@ -59,7 +59,7 @@ class StreamInputs(StreamConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Common(StreamInputs):
-    """Settings that one run and a study of runs share."""
+    """Settings that `cheem run` and `experiments/study.py` share."""
 
     base_data: str | None = None
     """Images of the pretraining data (a source of one task, as for `--stream`). CHEEM computes the
@@ -250,7 +250,7 @@ def load(settings: RunSettings, progress: Progress) -> Loaded:
     pretrained = load_pretrained(backbone, weights=settings.weights, image_size=settings.image_size)
     if settings.pixel_norm == "unit":
         scaled = dataclasses.replace(pretrained.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-        # the base means were measured with the pixel scale of pretraining
+        # the base means apply only to the pixel scale of pretraining, so they are dropped
         pretrained = dataclasses.replace(pretrained, config=scaled, base_means={})
     size = pretrained.config.image_size
     router = load_router(settings, size)
@@ -316,8 +316,9 @@ def make_portable(settings: RunSettings) -> RunSettings:
 
 
 def describe_data(settings: RunSettings, stream: Stream) -> dict[str, Any]:
-    """Return the entry about the data in the run's record: sources, tasks, the seed of the splits,
-    and the division and order of classes if they are divided."""
+    """Return the entry about the data in the run's record: sources, tasks and the seed of the
+    splits. If the tasks divide the classes of a data set, also return the division and the classes
+    of each task."""
     names = [task.name for task in stream.tasks]
     if settings.stream == DEMO:
         return {"stream": DEMO, "tasks": names}

@@ -28,9 +28,9 @@ def run_command(
 ) -> None:
     """Run a command; exit with SystemExit if it fails or returns a status other than 0.
 
-    `directory` is the folder that the command writes, and in which it resumes; `computes` enables
-    the cache of compiled functions. If a process of a job fails, it ends immediately, so that the
-    other processes do not wait for it.
+    `directory` is the folder in which the command writes and resumes; `computes` enables the cache
+    of compiled functions. If a process of a job fails, it ends immediately, so that the other
+    processes do not wait for it.
     """
     try:
         with pipes_handled(), errors_in_a_line(directory):
@@ -88,7 +88,8 @@ def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
 
 
 def _sentence(error: Exception, directory: Path | None) -> str | None:
-    """Return the line to print, or None if the error is a bug in this library."""
+    """Return the line to print. None means that the error is raised again: it is a bug in this
+    library, or a closed pipe."""
     text = f"{' '.join(str(error).split()):.4000}"
     jax = sys.modules.get("jax")
     match error:
@@ -140,11 +141,11 @@ def _missing_platforms() -> str | None:
 
 @contextlib.contextmanager
 def pipes_handled() -> Iterator[None]:
-    """End `cheem ... | head` silently with the status of SIGPIPE. Discard output that was closed
-    before the start (`>&-`)."""
+    """End `cheem ... | head` silently with the status of SIGPIPE. Discard output to a stream that
+    was closed before the start (`>&-`)."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            # otherwise, the next opened file would get the number of the closed one
+            # otherwise, the next opened file would get the number of the closed stream
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
     try:
@@ -161,8 +162,8 @@ def pipes_handled() -> Iterator[None]:
 
 
 def _output_is_closed() -> bool:
-    """Return whether the reader of standard output has closed it. The pipe of a worker process can
-    also raise BrokenPipeError."""
+    """Return whether the reader of standard output has closed it. BrokenPipeError alone does not
+    show this, because the pipe of a worker process can also raise it."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

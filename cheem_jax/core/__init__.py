@@ -1,1 +1,1 @@
-"""The concepts of the method as small types, and pure functions over them."""
+"""Small types for the concepts of the method, and pure functions on these types."""

@@ -19,16 +19,17 @@ class Device:
     """Settings of one kind of device; the defaults are for a CPU."""
 
     is_host: bool = True
-    """Whether device memory is host memory. If so, NumPy gathers rows, arguments are not copied,
-    and the overhead of a call is negligible."""
+    """Whether device memory is host memory. If so, NumPy gathers the rows of a batch, arguments are
+    not copied, and the overhead of a call is negligible."""
     forward_sizes: tuple[int, ...] = ()
-    """Batch sizes of forward passes, in images, if memory and data set are large enough; if empty,
-    the batch size of training is used."""
+    """Candidates for the batch size of forward passes, in images. A candidate is used only if
+    memory and data set are large enough. If there are no candidates, the batch size of training is
+    used."""
     is_narrow: bool = False
     """Whether products of bfloat16 operands, and their residuals, are stored in bfloat16."""
     attention: Literal["ours", "cudnn", "xla"] = "ours"
-    """Implementation of bfloat16 attention: `ours` is `kernels.attend`; `cudnn` and `xla` are
-    implementations of `jax.nn.dot_product_attention`."""
+    """Implementation of bfloat16 attention: `ours` is the implementation in `kernels`; `cudnn` and
+    `xla` are implementations of `jax.nn.dot_product_attention`."""
     remark: str = ""
     """Message for the log if cuDNN's attention is not available."""
 
@@ -75,8 +76,8 @@ def flash_problem() -> str | None:
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     try:
         jax.jit(jax.grad(loss)).lower(x, lengths).compile()
-    # cuDNN does not support the platform, the compute capability or the library version; the caller
-    # uses XLA's attention instead
+    # The compilation fails if cuDNN does not support the platform, the compute capability or the
+    # library version. The caller then uses XLA's attention.
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
         return reason.splitlines()[0][:120]

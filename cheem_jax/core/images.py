@@ -29,7 +29,7 @@ class ReadsAhead(Protocol):
 
 def in_turn(images: Images, order: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     """Yield the images for each array of row numbers in `order`. Images are read in advance if
-    `images` supports it."""
+    `images` is a `ReadsAhead`."""
     return (
         images.follow(order) if isinstance(images, ReadsAhead) else (images[rows] for rows in order)
     )

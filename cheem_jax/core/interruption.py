@@ -19,7 +19,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """A stop request, which is true after a signal."""
+    """A flag that is false at first and true after a signal."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None

@@ -1,10 +1,10 @@
 """The most expensive functions of a Vision Transformer, with custom gradients.
 
 JAX's automatic gradients of these functions would store and read two to three times as many
-residuals; on a CPU, this memory traffic costs as much time as the arithmetic. The docstrings list
-the residuals. `Precision` is the operand type of matrix products. Parameters, sums, LayerNorm,
-softmax and the residual stream are float32. On an accelerator, matrix products also return the
-operand type (`is_narrow`).
+residuals as the custom gradients; on a CPU, this memory traffic costs as much time as the
+arithmetic. The docstrings list the residuals. `Precision` is the operand type of matrix products.
+Parameters, sums, LayerNorm, softmax and the residual stream are float32. On an accelerator, matrix
+products also return the operand type (`is_narrow`).
 """
 
 import functools
@@ -21,7 +21,7 @@ from cheem_jax.core.device import current
 from cheem_jax.core.settings import Activation, Precision
 
 _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
-"""Factor that multiplies the argument of the sigmoid."""
+"""Factor of each activation function x * sigmoid(factor * x)."""
 _TANH = 2.0 * (2.0 / math.pi) ** 0.5
 _CUBIC = 0.044715
 """Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid:
@@ -39,8 +39,8 @@ def _custom_gradient(static: int) -> Any:
 
 
 def is_narrow(precision: Precision) -> bool:
-    """Return whether matrix products return bfloat16. This is the case on an accelerator, where
-    memory bandwidth limits small products."""
+    """Return whether matrix products return bfloat16. They do if `precision` is bfloat16 and the
+    device is an accelerator, because memory bandwidth limits small products there."""
     return precision == "bfloat16" and current().is_narrow
 
 
@@ -199,7 +199,7 @@ def attend(
     scores.
 
     On a GPU in bfloat16, cuDNN's flash attention is used if it supports the shapes; it stores only
-    one number per row instead of the exponentials.
+    one number per query and head instead of the exponentials.
     """
     num, width = query.shape[-2:]
     implementation = current().attention

@@ -1,5 +1,5 @@
-"""PRNG keys by position. A key depends only on its task, phase and position, so a resumed run
-samples the same values as an uninterrupted run."""
+"""PRNG keys that are computed from positions. A key depends only on the run's seeds and on its
+task, phase and position, so a resumed run samples the same values as an uninterrupted run."""
 
 import enum
 import functools

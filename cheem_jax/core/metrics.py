@@ -1,8 +1,8 @@
 """Metrics, computed with NumPy.
 
 An accuracy matrix is `accuracy[learned, task]`: the entry in row i and column j is the accuracy on
-the test images of task j after learning task i. Values are in [0, 1], or all in percent; tasks that
-are not learned yet are NaN.
+the test images of task j after learning task i. Accuracies are either all in [0, 1] or all in
+percent. The accuracy of a task that is not learned yet is NaN.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ def accuracy_curve(
 ) -> Float[np.ndarray, " T"]:
     """Compute the accuracy over all test images of tasks 0..t after learning task t, for each t.
 
-    This is the accuracy over all classes seen so far, in which every image has the same weight.
-    `num_images` contains the number of test images, at least 1, of each task, or of each step and
-    task (`[T, T]`). An entry of the result is NaN if one of its accuracies is NaN.
+    Every test image of the learned tasks has the same weight. `num_images` contains the number of
+    test images (at least 1) of each task, or of each task at each step (`[T, T]`). An entry of the
+    result is NaN if one of its accuracies is NaN.
     """
     learned = np.tri(len(accuracy))
     weights = learned * num_images
@@ -102,7 +102,8 @@ def routing_confusion(
 
 
 class OpenSetMetrics(NamedTuple):
-    """Metrics of one score that separates unknown images (of no known task) from known images."""
+    """Metrics of a score that separates unknown images, which belong to no known task, from known
+    images."""
 
     auroc: float
     """Probability that an unknown image has a larger score than a known image; ties count half."""
@@ -116,8 +117,8 @@ def open_set_metrics(
 ) -> OpenSetMetrics:
     """Compute AUROC and FPR95 from the scores of known and of unknown images.
 
-    Images with large scores are rejected, and a non-finite score counts as the largest one. There
-    is at least one known and one unknown image.
+    Images with large scores are rejected, and a non-finite score counts as the largest finite
+    number. Each array must contain at least one score.
     """
     # imported here, because scikit-learn takes a second to import and every command imports this
     # module
@@ -138,11 +139,12 @@ def open_set_metrics(
 def open_set_steps(
     distances: Float[np.ndarray, "N T"], tasks: Integer[np.ndarray, " N"]
 ) -> list[OpenSetMetrics]:
-    """Compute the open-set metrics after each task except the last: images of tasks 0..t are known,
-    images of later tasks are unknown, and the score is the distance to the nearest of tasks 0..t.
+    """Compute the open-set metrics after each task t except the last: images of tasks 0..t are
+    known, images of later tasks are unknown, and the score is the distance to the nearest of tasks
+    0..t.
 
     `distances` contains the distance from each image to each task; learning a later task must not
-    change it. `tasks` contains the true task of each image.
+    change this distance. `tasks` contains the true task of each image.
     """
     steps = []
     for step in range(distances.shape[1] - 1):
@@ -176,8 +178,9 @@ def log_probability(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray
 
 
 def fitted(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> tuple[int, float]:
-    """Return the number of correct predictions, and the mean log-probability after fitting the
-    temperature to these images. Returns (0, -inf) if a logit is non-finite."""
+    """Return the number of correct predictions, and the mean log-probability of the labels at the
+    temperature that is fitted to `logits` and `labels`. Returns (0, -inf) if a logit is
+    non-finite."""
     if not np.isfinite(logits).all():
         return 0, -np.inf
     correct = int((logits.argmax(axis=1) == labels).sum())

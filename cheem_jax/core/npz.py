@@ -82,8 +82,8 @@ def _read_safetensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
         with safe_open(file, framework="numpy") as header:
             names = header.keys()
             metadata = dict(header.metadata() or {})
-        # Each tensor has a separate mapping, because pages of a mapped file stay in memory until
-        # the file is closed.
+        # The file is opened again for each tensor, because pages of a mapped file stay in memory
+        # until the file is closed.
         for name in names:
             with safe_open(file, framework="numpy") as data:
                 tensors[name] = data.get_tensor(name)
@@ -98,8 +98,8 @@ def _read_safetensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     name = f"{member.filename:.80}"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # for other methods, zipfile does not limit the unpacked size to the size in the archive's
-        # index
+        # for other compression methods, zipfile does not limit the unpacked size to the size in the
+        # archive's index
         raise ValueError(
             f"{name} is compressed with method {member.compress_type}, which NumPy does not use"
         )

@@ -23,7 +23,7 @@ class Expert(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A LoRA pair in row-vector convention; it changes the weight by `down @ up`."""
+    """A LoRA pair in row-vector convention. It adds `down @ up` to the weight of an expert."""
 
     down: Float[Array, "F r"]
     up: Float[Array, "r D"]

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 _Settings = TypeVar("_Settings")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
-"""Also matches a single slash, because `Path` merges two slashes. A single letter is not a scheme
-but a Windows drive."""
+"""Pattern of a URL. A single slash after the colon matches too, because `Path` merges two slashes.
+A single letter before the colon does not match, because it is a Windows drive."""
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters, except tabs and line breaks, and characters that change the direction of the
 text after them."""
@@ -74,8 +74,8 @@ _SYSTEM_FILES = frozenset(("desktop.ini", "thumbs.db", "ehthumbs.db", "icon\r"))
 
 
 def is_of_system(name: str) -> bool:
-    """Return whether a file or folder is hidden, or was created by an operating system or an
-    editor."""
+    """Return whether the name is that of a hidden file or folder, or of one that an operating
+    system or an editor creates."""
     return (
         name.startswith(".")
         or name.endswith("~")

@@ -59,7 +59,8 @@ def compute_logits(features: Float[np.ndarray, "*N D"], head: Head) -> Float[np.
 
 
 def padded(head: Head) -> Head:
-    """Pad the classes of a head to a power of two, so that tasks share compiled functions."""
+    """Pad a head with zeros, so that its number of classes is a power of two. Tasks with similar
+    numbers of classes then share compiled functions."""
     num = head.bias.shape[0]
     extra = next_power_of_two(num) - num
     weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
@@ -68,7 +69,7 @@ def padded(head: Head) -> Head:
 
 @dataclasses.dataclass(frozen=True)
 class TaskMemory:
-    """State of a learned task, without its experts."""
+    """State of a learned task. The parameters of its experts are in the pool."""
 
     name: str
     classes: tuple[str, ...]
@@ -81,8 +82,9 @@ class TaskMemory:
     centroids: Float[np.ndarray, "K E"]
     """Centroids of k-means, or class means, for the router (`TaskStatistics.centroids`)."""
     distances: Float[np.ndarray, "Q"] | None = None
-    """Quantiles of the distance from a validation image to its nearest centroid, at equally spaced
-    levels from 0 to 1. None for a task of a run, which does not compute them."""
+    """Quantiles of the distance from a validation image to the nearest centroid of the task, at
+    equally spaced levels from 0 to 1. None for a task that was learned in a run, because runs do
+    not compute these quantiles."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Further statistics for the router (`TaskStatistics.moments`); empty for k-means."""
     temperature: float = 1.0
@@ -90,7 +92,7 @@ class TaskMemory:
     images; 1 if not fitted."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Moments of the classes, computed from features of the task's network and used to extend the
-    task; empty in experiments."""
+    task; empty for a task that was learned in a run."""
 
     @property
     def router_statistics(self) -> TaskStatistics:
@@ -134,15 +136,15 @@ class InternalMemory:
         """Return the pool indices of the experts in each block that a new task can select: the base
         expert, and all experts that a task uses.
 
-        The remaining experts belong to forgotten tasks, and are kept only as parents of other
-        experts. Their similarity to a new task is unknown.
+        Only forgotten tasks used the remaining experts, which are kept only as parents of other
+        experts. They are not candidates, because their similarity to a new task is unknown.
         """
         used = zip((0,) * len(self.pool), *(task.experts for task in self.tasks), strict=True)
         return tuple(tuple(sorted({*experts} - {None})) for experts in used)  # pyright: ignore[reportReturnType]
 
     def history(self) -> list[list[dict[str, Any]]]:
-        """Return the origin, kind and parent of every expert as JSON values; origins are indices of
-        `tasks`."""
+        """Return the origin, kind and parent of every expert as JSON values, by block. An origin is
+        an index of `tasks`, `base` or `forgotten`."""
         origins: dict[int | None, int | str] = {None: "base"}
         origins |= {number: index for index, number in enumerate(self.numbers)}
         return [
@@ -161,7 +163,8 @@ class InternalMemory:
 
 
 def base_pool(experts: Sequence[Expert]) -> Pool:
-    """Make a pool from the pretrained plastic layers, one per block (`vit.experts("mlp_down")`)."""
+    """Make a pool from the pretrained plastic layers, one per block, such as
+    `vit.experts("mlp_down")`."""
     return tuple((StoredExpert(expert, None, None),) for expert in experts)
 
 
@@ -260,12 +263,13 @@ class DenseExperts:
             merge_dense(params[0], pair)
 
     def chosen(self, experts: Sequence[Sequence[int]]) -> list[Sequence[Expert]]:
-        """Return the experts at the given indices of each block; an expert is merged when it is
-        read."""
+        """Return the dense experts of each block at the pool indices `experts[block]`. An expert is
+        merged when it is read from the result."""
         return [_Lazy(self, block, indices) for block, indices in enumerate(experts)]
 
     def __getitem__(self, block: int) -> Sequence[Expert]:
-        """Return all experts of a block; an expert is merged when it is read."""
+        """Return all dense experts of a block. An expert is merged when it is read from the
+        result."""
         return _Lazy(self, block, range(len(self.pool[block])))
 
     def counters(self) -> dict[str, int]:
@@ -293,16 +297,16 @@ class _Lazy(Sequence[Expert]):
 
 
 class Candidates(NamedTuple):
-    """The experts that a new task can select. Candidates are numbered consecutively, without the
-    experts of forgotten tasks."""
+    """The experts that a new task can select. The candidates of each block are numbered
+    consecutively; experts that only forgotten tasks used have no number."""
 
     indices: tuple[tuple[int, ...], ...]
     """Pool indices of the candidates in each block; the first candidate is the base expert."""
     experts: Sequence[Sequence[Expert]]
     """Dense weights of the candidates."""
     earlier: list[tuple[int | None, ...]]
-    """Candidate index at each block of the base network and of each task's network; None for
-    Skip."""
+    """Candidate index of the expert in each block, for the base network and then for the network of
+    each task; None for Skip."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -335,7 +339,7 @@ def grow(
     pool: Pool, architecture: Architecture, learned: Mapping[int, Expert | LowRank], origin: int
 ) -> tuple[Pool, tuple[int | None, ...]]:
     """Add the New and Adapt experts of a task to the pool. Return the new pool, and the pool index
-    of the expert in each block."""
+    of the task's expert in each block (None for Skip)."""
     blocks = []
     experts = []
     for index, (block, choice) in enumerate(zip(pool, architecture, strict=True)):

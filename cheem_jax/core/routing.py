@@ -1,5 +1,5 @@
 """External memory: statistics of frozen features per task, and the router that infers the task ID
-from them.
+from these statistics.
 
 The default is the router of S-Prompts, as in the CHEEM paper. Features are L2-normalised, k-means
 fits K = 5 centroids per task, and an image is assigned to the task of the nearest centroid in L1
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 Reads = Literal["last", "early", "levels"]
 BLOCK_BYTES = 4 * 2**20
-"""Maximum number of bytes of a distance matrix that is computed at once."""
+"""Maximum size in bytes of the part of a distance matrix that is computed at once."""
 NUM_QUANTILES = 201
 """Number of quantiles of a task's distances, in steps of half a percent."""
 SMALLEST = 1e-6
@@ -33,9 +33,9 @@ class RouterConfig:
     class means, and one covariance shared by all tasks."""
     features: Reads = "last"
     """Features that the router reads. `last` is the last CLS token (the CHEEM paper), or the pooled
-    tokens. `early` is the mean patch token at a quarter and at half of the depth; the router's pass
-    ends at half of the depth. `levels` is the mean patch token at each quarter of the depth and the
-    last CLS token."""
+    tokens if the backbone has no CLS token. `early` is the mean patch token at a quarter and at
+    half of the depth; the router's pass ends at half of the depth. `levels` is the mean patch token
+    at each quarter of the depth and the last CLS token."""
     num_centroids: int = 5
     """Number of centroids per task for `kmeans` (K); a task with fewer distinct training features
     has fewer centroids."""
@@ -56,7 +56,7 @@ class RouterConfig:
 
         The tokens are read before the plastic layer, so all candidates of the block share them. The
         last block is excluded because it computes only the CLS token. Raises ValueError if the
-        backbone has fewer than 3 blocks.
+        router reads mean patch tokens and the backbone has fewer than 3 blocks.
         """
         quarters = {"last": (), "early": (1, 2), "levels": (1, 2, 3)}[self.features]
         if quarters and depth < 3:
@@ -96,8 +96,8 @@ def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
 
 
 def join_tokens(parts: Sequence[Float[np.ndarray, "N D"]]) -> Float[np.ndarray, "N E"]:
-    """Concatenate tokens. If there is more than one, each token is scaled to unit length, so that
-    all tokens have the same weight."""
+    """Concatenate the tokens of each image, one from each of `parts`. If there is more than one
+    part, each token is scaled to unit length, so that all parts have the same weight."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([normalise(part) for part in parts], axis=1)
@@ -166,16 +166,16 @@ class Router:
     """Infers task IDs from the statistics of all tasks.
 
     `kmeans` returns the task of the nearest centroid in L1 distance. `lda` returns the task of the
-    nearest class mean in Mahalanobis distance, whose covariance is the within-class covariance,
-    averaged over tasks.
+    nearest class mean in Mahalanobis distance. The covariance of this distance is the within-class
+    covariance, averaged over tasks and shrunk.
     """
 
     config: RouterConfig
     tasks: tuple[TaskStatistics, ...] = ()
 
     def follow(self, tasks: Sequence[TaskStatistics]) -> "Router":
-        """Return a router for `tasks`. If this router already has these tasks, it is returned with
-        its cached sums."""
+        """Return a router for `tasks`. If this router already has these tasks, it is returned,
+        because its cached arrays remain valid."""
         pairs = zip(self.tasks, tasks, strict=False)
         if len(tasks) == len(self.tasks) and all(a.centroids is b.centroids for a, b in pairs):
             return self
@@ -186,7 +186,8 @@ class Router:
         """For `lda`, the matrix that whitens the shrunk covariance; None for `kmeans`."""
         if self.config.kind == "kmeans":
             return None
-        # The sum follows the order of the tasks, because its last bits depend on the order.
+        # The covariances are summed in the order of the tasks, because the last bits of the sum
+        # depend on the order.
         scatters = (unpacked(task.moments["scatter"]) for task in self.tasks)
         return whitening_matrix(
             sum(scatters, np.zeros(())) / len(self.tasks), self.config.shrinkage

@@ -13,12 +13,12 @@ Precision = Literal["float32", "bfloat16"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 Token = Literal["component", "block"]
 """Source of the mean CLS tokens: `component` is the output of the plastic layer before the residual
-sum, `block` is the output of the block."""
+sum, and `block` is the output of the block."""
 
 
 @runtime_checkable
 class Advance(Protocol):
-    """A callback after each step: `num_images` is the number of images in the step, `note` is
+    """A callback after each step: `num_images` is the number of images in the step, and `note` is
     displayed next to the progress."""
 
     def __call__(self, num_images: int, note: str = "", /) -> object: ...

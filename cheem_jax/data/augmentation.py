@@ -2,8 +2,8 @@
 al., 2020).
 
 Pillow computes the augmented images, so their pixels depend neither on the device nor on JAX. An
-augmented image depends only on the seed, the epoch and its row in the training images, so a resumed
-run uses the same images, on any number of devices.
+augmented image depends only on the original image, its row in the training images, the seed and the
+epoch, so a resumed run uses the same images, on any number of devices.
 """
 
 import functools
@@ -53,8 +53,8 @@ CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 def augment(
     image: UInt8[np.ndarray, "S S 3"], rng: np.random.Generator
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """Crop randomly, resize to the original size, mirror with probability 1/2, and apply two
-    operations of random strength."""
+    """Crop an image at random, resize it to the original size, mirror it with probability 1/2, and
+    apply two operations of random strength."""
     size = image.shape[0]
     side = size * math.sqrt(rng.uniform(SMALLEST_AREA, 1))
     x, y = rng.uniform(0, size - side, 2)

@@ -1,7 +1,7 @@
 """Divide the classes of one data set into tasks, as benchmarks of class-incremental learning do.
 
 The protocol "B0 Inc10" has tasks of 10 classes; "B50 Inc10" has 50 classes in the first task and 10
-in each further one. An image keeps its split (train, validation or test).
+in each later task. An image keeps its split (train, validation or test).
 """
 
 import collections
@@ -91,7 +91,8 @@ def name_split(name: str, split: ClassSplit) -> str:
 
 
 def describe_split(stream: Stream) -> str | None:
-    """Write a sentence about the division of a stream's classes; None if they are not divided."""
+    """Return a sentence about the division of a stream's classes, or None if the classes are not
+    divided."""
     split = stream.tasks[0].class_split
     if split is None:
         return None

@@ -27,7 +27,7 @@ FORMATS = (
     "TIFF",
     *(["AVIF"] if features.check("avif") else []),
 )
-MAX_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
+MAX_PIXELS = 89_478_485  # above this number, Pillow warns of a decompression bomb
 MAX_SCANS = 100  # progressive JPEGs have about ten scans; each scan is a pass over the whole image
 
 DECODER_VERSION = 1
@@ -62,8 +62,8 @@ def decode_image(
 
 @contextlib.contextmanager
 def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
-    """Open an image file as a context. Errors inside the context, and decompression bombs, raise
-    ValueError with `name` in the message."""
+    """Open an image file for a `with` block. Errors inside the block, and decompression bombs,
+    raise ValueError with `name` in the message."""
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(data, Image.Image):
@@ -91,7 +91,7 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
 
 
 def _heif() -> tuple[str, ...]:
-    """Register the HEIC format and return its name."""
+    """Register Pillow's HEIC decoder, and return a tuple with the name of its format."""
     if not READS_HEIF:
         raise ValueError(f"HEIC images need pillow-heif: {GET_HEIF}")
     import pillow_heif
@@ -116,7 +116,7 @@ def _refuse_bombs(image: Image.Image, data: bytes) -> None:
 def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
     """Load all pixels and convert them to RGB. With `upright`, rotate them by the EXIF orientation.
 
-    The argument is not modified, and the result stays valid after the file is closed.
+    `image` itself is not modified, and the result stays valid after the file is closed.
     """
     image.load()
     if upright:
@@ -159,8 +159,8 @@ def _turned(image: Image.Image) -> Image.Image:
 
 
 class Decoded(NamedTuple):
-    """The result of decoding consecutive files: their locations for messages, the intact images,
-    and the errors."""
+    """The result of decoding consecutive files: the locations of the files for messages, the intact
+    images, and the errors."""
 
     files: list[str]
     images: UInt8[np.ndarray, "n S S 3"]
@@ -189,8 +189,8 @@ def decode_row(files: Encoded, row: int, image_size: int) -> UInt8[np.ndarray, "
 def decode_pieces(
     files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> Iterator[Decoded]:
-    """Decode the files `rows`, by default all files, in pieces of at most `size`. Broken files are
-    reported and skipped."""
+    """Decode the files at `rows` (by default all files), and yield the results in pieces of at most
+    `size` files. Broken files are skipped and reported in `Decoded.errors`."""
     rows = range(len(files)) if rows is None else [int(row) for row in rows]
 
     def decode(row: int) -> tuple[str, np.ndarray | None, str]:
@@ -213,7 +213,7 @@ def in_threads(
     work: Callable[[int], Result], rows: Sequence[int], size: int
 ) -> Iterator[list[Result]]:
     """Apply `work` to rows in a few threads, and yield the results in order, in lists of at most
-    `size`.
+    `size` results.
 
     Threads help because Pillow releases the interpreter's lock. At most two lists are in memory at
     the same time.
@@ -234,7 +234,7 @@ def in_threads(
 def decode_in_order(
     files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
-    """Yield the images of the files `rows` in pieces, without broken images.
+    """Decode the files at `rows`, and yield their images in pieces, without broken images.
 
     After the last piece, a single BrokenImages exception reports all broken files.
     """

@@ -1,11 +1,11 @@
 """The bundled demo stream: six tasks, generated within seconds without network access.
 
 shapes -> letters -> colours -> textures -> shapes_recoloured -> digits. `colours` is very easy,
-`digits` are real images, and `shapes_recoloured` contains new images of the classes of `shapes` in
-other colours, so that experts can be reused.
+`digits` contains real images, and `shapes_recoloured` contains new images of the classes of
+`shapes` in other colours, so that experts can be reused.
 
-The arguments of each `draw_*` function are the generator, labels int `[N]` and image size S; the
-result is uint8 `[N, S, S, 3]`.
+The arguments of each `draw_*` function are a random generator, labels (int `[N]`) and the image
+size S; the result is uint8 `[N, S, S, 3]`.
 """
 
 import functools
@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from cheem_jax.data.task import Split, Stream, Task, cut
 
-# The shapes task: filled or outlined, slightly rotated, stretched and moved, on a mottled
+# The shapes task: filled or outlined shapes, slightly rotated, stretched and moved, on a mottled
 # background
 
 Range = tuple[float, float]
@@ -51,7 +51,8 @@ draw_recoloured_shapes = functools.partial(draw_shapes, front=(0.30, 0.54), back
 
 
 def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) -> np.ndarray:
-    """Draw an outline with random rotation, stretch and position; returns its coverage `[S, S]`."""
+    """Draw an outline with random rotation, stretch and position. Return the fraction of each pixel
+    that the shape covers, `[S, S]`."""
     side = image_size * SUPERSAMPLE
     angle, stretch = rng.uniform(-0.7, 0.7), rng.uniform(0.88, 1.14)
     radius = rng.uniform(0.3, 0.42) * side
@@ -72,14 +73,15 @@ def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) 
 def _arc(
     start: float, stop: float, num: int, radius: float = 1.0, centre: float = 0.0
 ) -> np.ndarray:
-    """Sample points `[num, 2]` of a circle around (centre, 0), angles in degrees."""
+    """Return points `[num, 2]` on a circle around (centre, 0), evenly spaced between the angles
+    `start` and `stop` in degrees."""
     angles = np.radians(np.linspace(start, stop, num))
     return np.stack([centre + radius * np.cos(angles), radius * np.sin(angles)], axis=1)
 
 
 def _regular(num: int, inner: float = 1.0, start: float = -90.0) -> np.ndarray:
-    """Make a regular polygon with a corner on top. If `inner` is not 1, the radius of every second
-    corner is `inner`, which makes a star."""
+    """Return the corners of a regular polygon, by default with a corner on top. If `inner` is not
+    1, the radius of every second corner is `inner`, which makes a star."""
     corners = _arc(start, start + 360.0, num + 1)[:-1]
     corners[1::2] *= inner
     return corners
@@ -92,7 +94,8 @@ def _heart() -> np.ndarray:
 
 
 def _centred(points: np.ndarray | Sequence[tuple[float, float]]) -> np.ndarray:
-    """Move points to the centre of their bounding box, and scale them to a radius of 1."""
+    """Move points so that the centre of their bounding box is at the origin, and scale them so that
+    the largest distance from the origin is 1."""
     corners = np.array(points)
     corners = corners - (corners.min(axis=0) + corners.max(axis=0)) / 2
     return corners / np.linalg.norm(corners, axis=1).max()
@@ -157,7 +160,8 @@ def draw_letters(rng: np.random.Generator, labels: np.ndarray, image_size: int) 
 
 
 def _glyph(font: str, letter: str, image_size: int) -> Image.Image:
-    """Draw a supersampled letter in the middle, about 0.6 of the image high."""
+    """Draw a letter in the middle of a supersampled image. The letter is about 0.6 times as high as
+    the image."""
     side = image_size * SUPERSAMPLE
     canvas = Image.new("L", (side, side))
     face = _face(font, round(0.8 * side))
@@ -177,7 +181,8 @@ def _face(font: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 def _pose(rng: np.random.Generator, glyph: Image.Image, image_size: int) -> np.ndarray:
-    """Tilt, shear, scale and shift a letter at random; returns its coverage `[S, S]`."""
+    """Tilt, shear, scale and shift a letter at random. Return the fraction of each pixel that the
+    letter covers, `[S, S]`."""
     side = glyph.width
     angle, shear = rng.uniform(-0.22, 0.22), rng.uniform(-0.2, 0.2)
     scale = rng.uniform(0.72, 1.05)
@@ -211,7 +216,7 @@ Plane = Float[np.ndarray, "num P P"]
 
 
 def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """Draw a pattern in two muted colours with uneven lighting."""
+    """Draw one pattern per image, in two muted colours with uneven lighting."""
     num = len(labels)
     pattern = np.empty((num, image_size, image_size))
     for label, name in enumerate(TEXTURES):
@@ -234,8 +239,8 @@ def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int)
 def _pattern(
     rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int
 ) -> Plane:
-    """Evaluate `value` at rotated and scaled coordinates in units of periods, with a soft threshold
-    at 0. Returns brightness in [0, 1]."""
+    """Evaluate `value` at randomly rotated, scaled and shifted coordinates in units of periods. A
+    soft threshold at 0 converts the results to brightness in [0, 1]."""
     side = 2 * image_size  # supersampled by two, against aliasing
     at = (np.arange(side) + 0.5) / side - 0.5
     y, x = at[:, None], at[None, :]
@@ -254,12 +259,12 @@ def _wave(t: Plane) -> Plane:
 
 
 def _zigzag(t: Plane) -> Plane:
-    """Triangle wave of period 1 in [-1, 1]."""
+    """Return a triangle wave with period 1 and values in [-1, 1]."""
     return 4 * np.abs(t % 1 - 0.5) - 1
 
 
 def _lines(t: Plane, width: float) -> Plane:
-    """Return positive values within `width` periods of every whole number."""
+    """Return values that are positive if `t` is less than `width` periods from a whole number."""
     return 8 * (width - np.abs((t + 0.5) % 1 - 0.5))
 
 
@@ -290,8 +295,8 @@ SUPERSAMPLE = 4
 
 
 def hsv(hue, saturation, value) -> np.ndarray:
-    """Convert HSV to RGB in [0, 1] along a new last axis of size 3. The arguments are broadcast;
-    hue is in turns."""
+    """Convert HSV to RGB in [0, 1] along a new last axis of size 3. The arguments are broadcast; a
+    hue of 1 is a full circle."""
     hue, saturation, value = np.broadcast_arrays(hue, saturation, value)
     sector = (np.array([5.0, 3.0, 1.0]) + hue[..., None] * 6) % 6
     ramp = np.clip(np.minimum(sector, 4 - sector), 0, 1)
@@ -314,7 +319,8 @@ def mottle(
 def ground(
     rng: np.random.Generator, colour: Float[np.ndarray, "num 3"], image_size: int, unrest: float
 ) -> Float[np.ndarray, "num S S 3"]:
-    """Fill each image with one colour whose brightness, and slightly its hue, varies smoothly."""
+    """Fill each image with one colour. The brightness, and less strongly the hue, varies smoothly
+    across the image; `unrest` scales the variation."""
     num = len(colour)
     light = mottle(rng, num, image_size, 3) + 0.6 * mottle(rng, num, image_size, 7)
     tint = np.stack([mottle(rng, num, image_size, 2) for _ in range(3)], axis=-1)
@@ -365,9 +371,9 @@ def demo_stream(
     """Generate the six tasks with the given numbers of images and balanced classes (the digits are
     nearly balanced).
 
-    The result depends on the arguments alone, and the images of a generated split do not depend on
-    the sizes of the other splits. Raises ValueError for fewer images than classes, or for more
-    images than there are real digits.
+    The result depends only on the arguments, and the images of a generated split do not depend on
+    the sizes of the other splits. Raises ValueError if a split has fewer images than a task has
+    classes, or if the splits together have more images than there are real digits.
     """
     if image_size < 8:
         raise ValueError(f"image_size must be at least 8 for the demo stream, got {image_size}")
@@ -418,7 +424,8 @@ def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) ->
 
 
 def _enlarge(rows: np.ndarray, image_size: int) -> np.ndarray:
-    """Resize rows of 64 grey values in 0..16 to uint8 `[N, S, S, 3]`, bicubic."""
+    """Resize images of 8 x 8 grey values in 0..16, one per row, to uint8 `[N, S, S, 3]` with a
+    bicubic filter."""
     small = np.round(rows.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     size = (image_size, image_size)
     grey = [np.asarray(Image.fromarray(p).resize(size, Image.Resampling.BICUBIC)) for p in small]
@@ -426,6 +433,6 @@ def _enlarge(rows: np.ndarray, image_size: int) -> np.ndarray:
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
-    """Make a generator from the seed and the purpose, so that adding a task does not change the
-    images of the others."""
+    """Make a random generator from the seed and the purpose, so that adding a task does not change
+    the images of the other tasks."""
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])

@@ -25,12 +25,13 @@ HEIF_SUFFIXES = frozenset((".heic", ".heif"))
 COMPANIONS = frozenset(
     ".txt .json .csv .tsv .xml .md .html .pdf .db .ini .yaml .yml .toml .bak .tmp".split()
 )
-"""Suffixes of common files that are not images. Their content is not inspected."""
+"""Suffixes of common files that are not images. The content of such files is not inspected."""
 MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]",
     re.DOTALL,
 )
-"""First bytes of image files, used for files with an unknown suffix."""
+"""Pattern of the first bytes of image files. It recognises images among files with an unknown
+suffix."""
 HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
 READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 GET_HEIF = "pip install 'cheem_jax[heic]'"
@@ -132,15 +133,15 @@ class ZipFiles(Encoded):
         try:
             size = _opened(self.path, self.stamp).getinfo(self.root + self.keys[row]).file_size
             with self.open(row) as stream:
-                # Limit the size of the result by the size in the zip's directory, because the
-                # packed bytes could unpack to more.
+                # Read at most one byte more than the size in the zip's directory, because the
+                # packed bytes could unpack to much more.
                 return stream.read(size + 1)
         except Exception as error:  # zipfile and zlib raise exceptions of many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
 class Chosen(Encoded):
-    """A subset of other files, selected by row."""
+    """The subset of `files` at the rows `rows`."""
 
     def __init__(self, files: Encoded, rows: Sequence[int]):
         self.files = files
@@ -157,8 +158,8 @@ class Chosen(Encoded):
 
 @functools.lru_cache(maxsize=32)
 def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
-    """Open a zip once per process and share it between threads, because its directory can be
-    large."""
+    """Open a zip once per process and share it between threads, because the list of its members can
+    be large."""
     if stamp_of([path]) != stamp:
         raise ValueError("the zip has changed since its names were read")
     return zipfile.ZipFile(path)
@@ -173,8 +174,8 @@ def join_first(errors: Sequence[str], num: int = 5) -> str:
 def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
     """Import a module of an optional extra.
 
-    If it is missing, raise ValueError with the feature that needs it (`what`), the `pip` command,
-    and an alternative (`instead`).
+    If the module is missing, raise ValueError with the feature that needs the module (`what`), the
+    `pip` command, and an alternative (`instead`).
     """
     try:
         return importlib.import_module(module)
@@ -185,14 +186,14 @@ def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
 
 
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
-    """Return the files `names` below `root` ("" or "folder/") of a folder or zip that `list_files`
-    has checked."""
+    """Return the files `names` below the folder `root` ("" or "folder/") in `path`, a folder or zip
+    that `list_files` has checked."""
     return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
 
 
 def stamp_of(files: Iterable[Path]) -> str:
-    """Hash the sizes and modification times of files. Missing files are included, so the hash
-    changes when they appear."""
+    """Hash the sizes and modification times of files. A missing file is also included in the hash,
+    so the hash changes when the file appears."""
     digest = hashlib.sha256()
     for file in files:
         try:
@@ -206,8 +207,8 @@ def stamp_of(files: Iterable[Path]) -> str:
 def list_files(path: Path) -> list[str]:
     """List the names of all visible files relative to `path`, sorted.
 
-    Hidden and system files and folders are skipped. Raises FileNotFoundError, or ValueError for a
-    zip that is unreadable or contains unsafe members.
+    Hidden and system files and folders are skipped. Raises FileNotFoundError if `path` does not
+    exist, and ValueError for a zip that is unreadable or contains unsafe members.
     """
     return _list(path)[0]
 
@@ -239,8 +240,8 @@ class Listing(NamedTuple):
     """Names of all visible files, sorted."""
     images: list[str]
     ignored: collections.Counter[tuple[str, str]]
-    """Numbers of files that are not images, keyed by folder and kind. The folder is "" for files in
-    `COMPANIONS` and for files without a folder."""
+    """Numbers of files that are not images, keyed by folder and kind. The folder is "" for files
+    with a suffix in `COMPANIONS` and for files without a folder."""
     hidden: collections.Counter[str]
     """Numbers of skipped hidden and system folders, keyed by name."""
 
@@ -270,7 +271,7 @@ class Listing(NamedTuple):
 def look_through(path: Path) -> Listing:
     """List the files of a folder or zip, and determine which of them are images.
 
-    Content is read only if a suffix is unknown.
+    The content of a file is read only if the file's suffix is unknown.
     """
     names, hidden = _list(path)
     listing = Listing(path, names, [], collections.Counter(), hidden)
@@ -306,11 +307,11 @@ def may_be_image(file: Path) -> bool:
 
 
 def first_bytes(files: FolderFiles | ZipFiles, row: int) -> bytes:
-    """Read the first bytes of a file; empty if it cannot be read."""
+    """Return the first bytes of a file, or an empty value if the file cannot be read."""
     try:
         with files.open(row) as stream:
             return stream.read(HEAD_BYTES)
-    except Exception:  # as in `ZipFiles.read`
+    except Exception:  # zipfile and zlib raise exceptions of many types
         return b""
 
 
@@ -327,8 +328,8 @@ def is_hidden(part: str) -> bool:
 def walk(
     path: Path, hidden: collections.Counter[str] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk like `os.walk`, with folders relative to `path` ("" or "folder/"). Hidden folders are
-    skipped and counted in `hidden`."""
+    """Yield folders with their subfolders and file names, like `os.walk`. Folders are relative to
+    `path` ("" or "folder/"). Hidden folders are skipped, and counted in `hidden`."""
 
     def fail(error: OSError) -> NoReturn:
         raise error  # do not treat an unreadable folder as empty
@@ -336,7 +337,8 @@ def walk(
     num = 0
     for folder, subfolders, names in os.walk(path, followlinks=True, onerror=fail):
         num += len(subfolders) + len(names)
-        # A few links to parent folders exceed this limit, because each one multiplies the number.
+        # Even a few links to parent folders exceed this limit, because each link multiplies the
+        # number of files.
         if num > MAX_FILES:
             raise ValueError(
                 f"{path}: more than {MAX_FILES} files and folders; are there links to parent"
@@ -405,8 +407,8 @@ def _refusal(member: zipfile.ZipInfo) -> str | None:
             "its name contains a backslash, so it is not a plain relative name; unpack the zip, and"
             " zip it again"
         )
-    # Without the flag for UTF-8, zipfile decodes names as MS-DOS. Symbols in the result show that
-    # the names have another encoding.
+    # Without the flag for UTF-8, zipfile decodes a name as MS-DOS text. Symbols in the result show
+    # that the name has another encoding.
     if not member.flag_bits & 0x800 and any(
         unicodedata.category(sign).startswith("S") for sign in name if sign > "~"
     ):
@@ -414,7 +416,7 @@ def _refusal(member: zipfile.ZipInfo) -> str | None:
             "its name is encoded neither as UTF-8 nor as MS-DOS; unpack the zip with the right"
             " encoding, and give the folder"
         )
-    # names must not leave the folder that they are unpacked to
+    # a member must not be unpacked to a place outside of the target folder
     if name[1:2] == ":" or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/")):
         return "its name is not a plain relative name"
     if member.flag_bits & 1:

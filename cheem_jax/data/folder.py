@@ -60,12 +60,13 @@ def plan_task(
     folder is skipped.
 
     The classes are the sorted folders of train, or `classes` in a `meta.json` next to the splits.
-    In the latter case, folders are named by class name or label number. A missing validation split
-    is cut from train: ceil(0.1 n) of its n images, at least one of each class. If there is only
-    train, or the files are `<class>/<image>`, a test split of ceil(0.3 n) is cut first. `seed`
-    determines which images are cut. For purposes other than learning, see `Plan.of`. A folder
-    written by `save_to_disk` is also a task (`plan_hub`). Raises FileNotFoundError, or ValueError
-    with the invalid file or folder.
+    With such a `meta.json`, the name of a class folder is a class name or a label number. A missing
+    validation split is cut from train: ceil(0.1 n) of the n training images, and at least one image
+    of each class. If there is only train, or the files are `<class>/<image>`, a test split of
+    ceil(0.3 n) images is cut first. `seed` determines which images are cut. For purposes other than
+    learning, see `Plan.of`. `plan_hub` plans a folder that `save_to_disk` wrote. Raises
+    FileNotFoundError if `path` does not exist, and ValueError with the name of an invalid file or
+    folder.
     """
     if is_saved(path):
         return plan_hub(path, name=name, seed=seed, purpose=purpose)
@@ -78,9 +79,9 @@ def plan_stream(
     """Plan the tasks of a folder: each of its zips and folders is a task. If `path` is itself a
     task, it is the only task of the stream.
 
-    `tasks` selects and orders the tasks. By default, all are used in sorted order, except folders
-    without images. Raises the errors of `plan_task`. Unless `tasks` is set, raises ValueError for
-    folders that look like parts of one task.
+    `tasks` selects and orders the tasks. By default, all tasks are used in sorted order, and
+    folders without images are skipped. Raises the errors of `plan_task`, and, unless `tasks` is
+    set, ValueError for folders that look like parts of one task.
     """
     places = _find_tasks(path, purpose)
     if tasks is not None:
@@ -148,7 +149,7 @@ def _refuse_parts(
     path: Path, tasks: Sequence[str], listings: Mapping[str, Listing], purpose: Purpose
 ) -> None:
     """Raise ValueError for folders or zips that are probably parts of one task: their names are
-    splits, or they have no splits and the same classes."""
+    names of splits, or they have the same classes and no splits."""
     alike: dict[frozenset[str], list[str]] = {}
     for name in tasks:
         if name in listings and (classes := _bare_classes(listings[name])):
@@ -272,10 +273,10 @@ def _plan(listing: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the enclosing folder ("" or "name/") and, for each split, the class folder of each
-    image. Images are keyed by their names relative to the enclosing folder."""
+    """Return the enclosing folder ("" or "name/"), and the class folder of each image, keyed by
+    split and by the image's name relative to the enclosing folder."""
     # Use the most common depth, so that a single stray file or deeper folder does not affect the
-    # others.
+    # other images.
     depth = _usual(images)
     tops = {file.split("/")[0] for file in images}
     root = ""
@@ -346,7 +347,8 @@ def _split_folders(folders: Iterable[str]) -> set[str]:
 
 
 def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | None:
-    """Read `classes` in a meta.json; None if there is no such file."""
+    """Return `classes` in the meta.json called `name`; None if the file or the entry does not
+    exist."""
     if name not in files:
         return None
     try:
@@ -366,8 +368,8 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
 def _label_folders(
     path: Path, folders: Iterable[str], names: list[str] | None
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the class names in label order, and the label of each class folder, keyed by its
-    composed name."""
+    """Return the class names in label order, and the label of each class folder, keyed by the
+    folder's composed name."""
     if names is None:
         way_out = (
             "put each class into one folder; if the classes are different, list them as `classes`"
@@ -389,7 +391,7 @@ def _label_folders(
 
 
 class ManifestRow(NamedTuple):
-    """A row of a manifest; its texts have no surrounding blanks."""
+    """A row of a manifest. Its texts have no leading or trailing blanks."""
 
     where: str
     """Position of the row for messages, such as "line 7"."""
@@ -410,9 +412,10 @@ def plan_manifest(
     image per row. Additional columns are ignored.
 
     Values of `path` are relative to `root`, by default the manifest's folder. A `label` is a class
-    name or a number in 0..n-1; only learning requires all of these numbers. Class names are sorted.
-    Splits that do not occur in `split` are cut from train with `seed`, as in `plan_task`. Raises
-    FileNotFoundError, or ValueError with file and lines.
+    name or a number in 0..n-1; for the purpose `learn`, each of these numbers must occur. Class
+    names are sorted. Splits that do not occur in `split` are cut from train with `seed`, as in
+    `plan_task`. Raises FileNotFoundError if the manifest, `root` or all images are missing, and
+    ValueError with the file and its invalid rows.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
@@ -447,8 +450,8 @@ def plan_manifest(
 
 
 def _read_rows(file: Path) -> list[ManifestRow]:
-    """Read all rows, with POSIX paths and the split names train, val and test. A single ValueError
-    lists all errors."""
+    """Read all rows. Paths are converted to POSIX form, and split names to train, val or test. A
+    single ValueError lists all errors."""
     read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_csv
     first: dict[str, str] = {}
     rows: list[ManifestRow] = []
@@ -481,8 +484,8 @@ def _read_rows(file: Path) -> list[ManifestRow]:
 
 
 def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the position of each row for messages, and its texts in the required and optional
-    columns."""
+    """For each row, yield its position (for messages), and its texts, keyed by required or optional
+    column."""
     data = file.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -505,7 +508,7 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     try:
         columns = [column.strip().lower() for column in next(reader, [])]
         positions = _find_columns(file, columns)
-        for fields in filter(None, reader):  # no empty lines
+        for fields in filter(None, reader):  # skips empty lines
             if len(fields) != len(columns):
                 ragged.append(f"line {skipped + reader.line_num}: {len(fields)}")
             else:
@@ -567,8 +570,8 @@ def _find_columns(file: Path, columns: Sequence[str]) -> dict[str, int]:
 def _classes(
     file: Path, rows: Sequence[ManifestRow], purpose: Purpose
 ) -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """Return the class names, and the label of each text in `label`. The texts are class names or
-    numbers 0..n-1 (without gaps if the purpose is to learn)."""
+    """Return the class names, and the label of each text in the column `label`. The texts are class
+    names or numbers 0..n-1 (without gaps if the purpose is to learn)."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):
         way_out = "spell each class in one way, and give different classes more different names"

@@ -1,9 +1,9 @@
-"""Load the images of plans: decoded into memory, decoded into memory-mapped files, or decoded on
-access.
+"""Load the images of plans. They are decoded into memory, into memory-mapped files, or on access.
 
-The cache of a plan, an image size and a decoder version is a folder `<task>-<size>-<key>` with one
-`.npy` file per split and `cache.json`. It is written under another name and renamed when it is
-complete, so an existing folder is complete. A lock makes a second process wait for the first.
+Each combination of plan, image size and decoder version has a cache: a folder `<task>-<size>-<key>`
+with one `.npy` file per split, and `cache.json`. The folder is written under another name and
+renamed when it is complete, so a folder with this name is always complete. A lock makes a second
+process wait for the first.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ SPLIT_NAMES = ("train", "val", "test")
 
 OpenPhase = Callable[[str, int], AbstractContextManager[OnProgress]]
 """Function that opens a phase of work, given the name of a task and its number of images. The
-context yields a function that counts finished images."""
+returned context yields a function that counts finished images."""
 Item = TypeVar("Item")
 R = TypeVar("R")
 Keep = Literal["auto", "memory", "cache", "stream"]
@@ -58,12 +58,14 @@ class ImagesConfig:
     keep: Keep = "auto"
     """`memory` keeps decoded images in memory; `cache` writes them to files once and maps the files
     into memory; `stream` decodes them again in every epoch with Grain and stores nothing; `auto`
-    uses memory for a stream of up to 1 GiB, cache for a task of up to 64 GiB, otherwise stream."""
+    uses `memory` if all tasks together need up to 1 GiB; otherwise `cache` for a task of up to 64
+    GiB, and `stream` for a larger task."""
     cache_dir: Path | None = None
-    """Folder of the cached images; default: in the user's cache folder, or below --data-dir."""
+    """Folder of the cached images; default: below --data-dir if it is set or the stream needs it,
+    otherwise in the user's cache folder."""
     workers: int = 0
     """Number of processes that decode for `stream`; 0 uses threads of this process. Processes need
-    seconds to start in every pass."""
+    seconds to start in every pass over the images."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -78,7 +80,8 @@ def load_tasks(
     *,
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Load the images of tasks. Raises ValueError with the name of every file that is not an image.
+    """Load the images of tasks. Raises BrokenImages with the name of every file that cannot be
+    decoded.
 
     `only` is the split to load; the other splits are empty. If `only` is `test` and the data have
     no test split, all splits are loaded.
@@ -121,7 +124,7 @@ def _each(items: Iterable[Item], load: Callable[[Item], R]) -> list[R]:
 
 
 def load_task(path: str | Path, *, image_size: int, seed: int = 0, upright: bool = True) -> Task:
-    """Load a folder or zip as a task into memory, as planned by `plan_task`. For `upright`, see
+    """Plan a folder or zip with `plan_task`, and load the task into memory. For `upright`, see
     `decode_image`."""
     plan = plan_task(absolute(path), seed=seed).turned(upright)
     (task,) = load_tasks([plan], image_size, ImagesConfig("memory"))
@@ -136,7 +139,7 @@ def load_stream(
     seed: int = 0,
     upright: bool = True,
 ) -> Stream:
-    """Load a folder of tasks as a stream into memory, as planned by `plan_stream`. For `upright`,
+    """Plan a folder of tasks with `plan_stream`, and load the stream into memory. For `upright`,
     see `decode_image`."""
     path = absolute(path)
     plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
@@ -162,8 +165,8 @@ def _load(
     total_bytes: int,
     phase: OpenPhase,
 ) -> dict[str, Split]:
-    """Load the splits `names` of a plan; `total_bytes` is the size of all tasks that are loaded
-    together."""
+    """Load the splits `names` of a plan; `total_bytes` is the decoded size of all tasks that are
+    loaded together."""
     parts = {name: plan.splits[name] for name in names}
     num = sum(len(part.labels) for part in parts.values())
     keep = config.keep
@@ -200,8 +203,8 @@ def _silent(task: str, num_images: int) -> Iterator[OnProgress]:
 
 
 def default_directory() -> Path:
-    """Return the default folder of caches, in the user's cache folder. Raises ValueError if there
-    is none."""
+    """Return the default folder of caches, in the user's cache folder. Raises ValueError if the
+    home folder is unknown."""
     return user_cache() / "images"
 
 
@@ -213,7 +216,7 @@ def bytes_needed(num_images: int, image_size: int) -> int:
 def cache_place(
     plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES
 ) -> Path:
-    """Return the cache folder for a plan's decoded images; it need not exist.
+    """Return the cache folder for a plan's decoded images. The folder need not exist.
 
     The folder's name contains a hash of everything that affects the pixels of the splits `names`:
     the files and their order, stamp, image size, decoder version, and EXIF rotation.
@@ -233,13 +236,13 @@ def cache_place(
 def cached(
     plan: Plan, image_size: int, root: Path, phase: OpenPhase, names: Sequence[str] = SPLIT_NAMES
 ) -> dict[str, Split]:
-    """Return splits with memory-mapped images. The files are written if they do not exist.
+    """Return the splits `names` with memory-mapped images. Missing files are written first.
 
-    Waits while another process writes them. Raises ValueError for broken images, and OSError if the
-    files cannot be written. After an error, no file is left behind.
+    If another process is writing the files, wait for it. Raises ValueError for broken images, and
+    OSError if the files cannot be written. After an error, no partial cache remains.
     """
     place = cache_place(plan, image_size, root)
-    if not place.is_dir():  # a cache of all splits would contain these splits, too
+    if not place.is_dir():  # no cache of all splits, so use one of `names`
         place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
         try:
@@ -264,7 +267,7 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
         splits = {}
         for name in names:
             labels = plan.splits[name].labels
-            # memory-mapped, so that a wrong header cannot allocate memory
+            # memory-mapped, so that a wrong header cannot cause a huge allocation
             images = np.lib.format.open_memmap(place / f"{name}.npy", mode="r")
             if (
                 images.shape != (len(labels), meta["image_size"], meta["image_size"], 3)
@@ -286,8 +289,8 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
 
 
 def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: OpenPhase) -> None:
-    """Decode all images into a folder next to `place`, then rename the folder. Only one process at
-    a time does this."""
+    """Decode the splits `names` into a folder next to `place`, then rename this folder to `place`.
+    The caller has locked `place`, so only one process at a time does this."""
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # remove the leftovers of a killed process
     num_images = sum(len(plan.splits[name].labels) for name in names)
@@ -321,8 +324,9 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
 
 
 def _write(file: Path, part: EncodedSplit, image_size: int, on_progress: OnProgress) -> str:
-    """Write a `.npy` file piece by piece, and return its hash. A full disk raises OSError here;
-    writing through a memory map would end the process with a signal."""
+    """Write the images of a split to a `.npy` file piece by piece, and return the hash of labels
+    and pixels. If the disk is full, this raises OSError; writing through a memory map would instead
+    end the process with a signal."""
     digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
     header = {
         "descr": "|u1",
@@ -344,14 +348,14 @@ class StreamedImages:
     """Image files that behave like an array of uint8 images `[N, S, S, 3]`. They are decoded on
     access and not stored.
 
-    Grain decodes images in advance with `workers` processes. With 0, it uses threads of this
-    process, which is faster on a few cores, because processes need seconds to start in every pass.
-    The caller determines the rows of each step, so the images are the same as with an array in
-    memory, and a resumed pass continues with the next step.
+    Grain decodes images in advance with `workers` processes. If `workers` is 0, Grain uses threads
+    of this process. Threads are faster on a machine with few cores, because processes need seconds
+    to start in every pass. The caller determines the rows of each step, so the images are the same
+    as with an array in memory, and a resumed pass continues with the next step.
     """
 
     def __init__(self, files: Encoded, image_size: int, *, workers: int = 0):
-        _grain()  # raises now if grain is not installed, not during a run
+        _grain()  # if grain is missing, fail now instead of during a run
         self.files, self.image_size, self.workers = files, image_size, workers
         self.shape = (len(files), image_size, image_size, 3)
         self.dtype = np.dtype(np.uint8)
@@ -375,8 +379,8 @@ class StreamedImages:
         batch_size = len(order[0])
         num_threads = max(2, min(16, os.cpu_count() or 1))
         images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
-        # Form the batches before they are distributed, because each of n workers reads every n-th
-        # element.
+        # Form batches before the work is distributed, because each of n workers then decodes every
+        # n-th batch instead of every n-th image.
         if self.workers:
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             options = grain.MultiprocessingOptions(

@@ -1,9 +1,9 @@
-"""Encoded images of data sets that TFDS has prepared, that are on the Hugging Face hub, or that
-`save_to_disk` wrote.
+"""Read encoded images from prepared TFDS data sets, from data sets of the Hugging Face hub, and
+from folders that `save_to_disk` wrote.
 
 This library decodes the bytes itself (`SkipDecoding`), because TFDS's decoder without TensorFlow
-returns palette indices as colours, and keeps CMYK and alpha channels. The hub's data sets are read
-as Arrow files: their code never runs, and nothing is unpickled.
+returns palette indices as colours, and keeps CMYK and alpha channels. Data sets on the hub are read
+as Arrow files: code in their repositories never runs, and nothing is unpickled.
 """
 
 import collections
@@ -54,8 +54,8 @@ class Records(Encoded):
 
     source: str | Path
     image: str
-    """Name of the field of an example that contains the image, as encoded bytes, or as a dict with
-    the bytes or a file name."""
+    """Name of an example's image field. The field contains the encoded bytes, or a dict with the
+    bytes or a file name."""
     opened: Callable[[str], Any]
     """Function that opens the examples of a split. It can be pickled, and threads share its
     result."""
@@ -75,12 +75,12 @@ class Records(Encoded):
             if isinstance(example, bytes):
                 return example
             return example["bytes"] or self._read_file(example["path"])
-        except Exception as error:  # array_record, protobuf and pyarrow raise their own types
+        except Exception as error:  # array_record, protobuf and pyarrow have own error types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
     def _read_file(self, name: str) -> bytes:
         """Read a file that a row names. Files outside of `roots` are refused, because a downloaded
-        data set could name any file of this machine, also through a link."""
+        data set could name any file on this machine, directly or through a link."""
         file = (self.roots[0] / name).resolve()
         if not any(file.is_relative_to(root.resolve()) for root in self.roots):
             raise ValueError(
@@ -107,8 +107,8 @@ def plan_rows(
     is_benchmark: bool = True,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """Plan a task from the rows of some splits; see `Plan.of`. `records` returns the images at
-    given positions with given keys."""
+    """Plan a task from `rows`, keyed by split. `records(places, keys)` returns the images at these
+    places with these keys. For the other arguments, see `Plan.of`."""
     members: Members = {}
     places: dict[str, tuple[str, int]] = {}
     for split, split_rows in rows.items():
@@ -116,8 +116,8 @@ def plan_rows(
         repeated = collections.Counter[str]()
         for row in split_rows:
             repeated[row.key] += 1
-            # an image can occur more than once, and in two official splits, so its key must
-            # identify the occurrence
+            # an image can occur more than once, in one split or in two, so its key must identify
+            # the occurrence
             number = f"#{repeated[row.key]}" if repeated[row.key] > 1 else ""
             key = f"{split}/{row.key}{number}"
             members[split][key], places[key] = row.label, (row.split, row.position)
@@ -159,13 +159,13 @@ class Prepared:
         *,
         on_progress: OnProgress | None = None,
     ) -> list[Row]:
-        """List all images of some splits, sorted.
+        """List the images of `splits`, sorted.
 
         `key` selects the identifier of an image: the name of a text feature, `class/FEATURE` for a
-        feature that is unique only within a class, or `bytes` or `pixels` for a hash of these. By
-        default, it is the first of `NAME_FEATURES` that the data set has, otherwise `bytes`. Every
-        example is read once, and the result is cached in the data set's folder if that is writable.
-        Raises ValueError for unlabelled images.
+        feature that is unique only within a class, or `bytes` or `pixels` for a hash of the image's
+        bytes or pixels. By default, `key` is the first of `NAME_FEATURES` that the data set has,
+        otherwise `bytes`. Every example is read once, and the result is cached in the data set's
+        folder if this folder is writable. Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
         rows: list[Row] = []
@@ -176,11 +176,11 @@ class Prepared:
 
     @functools.cached_property
     def stamp(self) -> str:
-        """Hash of sizes and times of the files."""
+        """Hash of the sizes and modification times of the files in `directory`."""
         return stamp_of(sorted(file for file in self.directory.iterdir() if file.is_file()))
 
     def records(self, places: Sequence[tuple[str, int]], keys: Sequence[str]) -> Records:
-        """Return the images at some positions of TFDS's splits."""
+        """Return the images at `places`; each place is a TFDS split and a position in it."""
         opened = functools.partial(_source, self.directory, self.image)
         return Records(self.directory, self.image, opened, places, keys, [self.directory])
 
@@ -204,15 +204,15 @@ class Prepared:
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
-        # a list, because an array would need the number of examples in the metadata, which can be
-        # wrong
+        # a list, because the length of an array would have to be read from the metadata, which can
+        # be wrong
         labels_read: list[int] = []
         for position in range(len(source)):
             try:
                 example = source[position]
                 labels_read.append(int(example[self.label]))
                 names.append(self._key(example, key))
-            except Exception as error:  # array_record and protobuf raise their own types
+            except Exception as error:  # array_record and protobuf raise their own error types
                 raise ValueError(
                     f"{self.directory}, split {split!r} #{position}, cannot be read: {error};"
                     " prepare it again"
@@ -268,7 +268,8 @@ def plan_tfds(
     seed: int = 0,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """Plan a task from a prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
+    """Plan a task from the prepared TFDS data set `spec` (`NAME[/CONFIG][:VERSION]`) of labelled
+    images.
 
     The train, validation and test splits are used. A missing validation or test split is cut from
     train, as in `plan_task`. Raises FileNotFoundError if the data set is not prepared, and
@@ -305,8 +306,8 @@ def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
 
 
 def open_prepared(spec: str, data_dir: Path) -> Prepared:
-    """Open a prepared data set by name. Raises FileNotFoundError, or ValueError if it cannot be
-    read."""
+    """Open a prepared data set by name. Raises FileNotFoundError if the data set is not prepared,
+    and ValueError if it cannot be read."""
     tfds = import_tfds()
     directory = find_prepared(spec, data_dir)
     try:
@@ -321,7 +322,7 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
             raise ValueError(f"{num} classes, expected at most {MAX_CLASSES}")
         classes = tuple(features[label].names)
         kind = builder.info.file_format.value
-    # json, protobuf and TFDS raise their own types for unreadable metadata
+    # json, protobuf and TFDS raise their own error types for unreadable metadata
     except Exception as error:
         reason = f"{error or type(error).__name__}"[:500]
         raise ValueError(
@@ -340,8 +341,9 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
-    """Return the directory of `NAME[/CONFIG][:VERSION]`; without a version, return the directory of
-    the newest version. Raises FileNotFoundError."""
+    """Return the directory of the prepared data set `NAME[/CONFIG][:VERSION]`, by default of its
+    newest version. Raises FileNotFoundError if the data set is not prepared, and ValueError if
+    `spec` is invalid or ambiguous."""
     matched = _SPEC.fullmatch(spec)
     if matched is None:
         raise ValueError(
@@ -387,8 +389,9 @@ def _source(directory: Path, image: str, split: str) -> Any:
 
 
 def _builder(directory: Path) -> Any:
-    """Open TFDS's builder of a prepared directory, after checking that opening it imports only
-    features of TFDS itself."""
+    """Open the TFDS builder of a prepared directory. Raises ValueError if features.json names a
+    class that is not a feature of TFDS itself, because TFDS would import the module of that
+    class."""
     file = directory / "features.json"
     named = _feature_classes(json.loads(file.read_text()))
     if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):
@@ -419,7 +422,7 @@ def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
     """Return `usual` if a feature of type `kind` has this name, otherwise the name of the only
     feature of this type.
 
-    Raises ValueError with a message that starts with `where`.
+    Raises ValueError if the feature is missing or ambiguous; the message starts with `where`.
     """
     names = [name for name, feature in features.items() if isinstance(feature, kind)]
     if usual not in names and len(names) != 1:
@@ -431,7 +434,7 @@ def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
 
 
 def is_saved(path: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
+    """Return whether `save_to_disk` wrote this folder."""
     of_one_split = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
     return of_one_split or (path / "dataset_dict.json").is_file()
 
@@ -439,12 +442,12 @@ def is_saved(path: Path) -> bool:
 def plan_hub(
     source: str | Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """Plan the task of a data set: `NAME` or `NAME:CONFIG` on the hub, or the path of a folder that
-    `save_to_disk` wrote.
+    """Plan the task of a data set. `source` is `NAME` or `NAME:CONFIG` on the hub, or the path of a
+    folder that `save_to_disk` wrote.
 
     The data set must have one column of images and one of class labels, or columns called `image`
-    and `label`. Missing splits are cut from train with `seed`, as in `plan_task`. Raises ValueError
-    or FileNotFoundError.
+    and `label`. Missing splits are cut from train with `seed`, as in `plan_task`. Raises OSError if
+    the hub lacks the data set or does not answer, and ValueError for other errors.
     """
     datasets = import_extra("datasets", "hub", "this")
     title = f"{'' if isinstance(source, Path) else HUB}{source}"
@@ -462,7 +465,7 @@ def plan_hub(
             loaded = datasets.load_dataset(repository, config or None)
             default = name_in(source)
             roots = _cache_folders(repository)
-    except Exception as error:  # the hub, Arrow and the library raise their own types
+    except Exception as error:  # the hub, Arrow and `datasets` raise their own error types
         reason = " ".join(f"{error or type(error).__name__}".split())[:300]
         raise ValueError(
             f"{title} cannot be read: {reason}; check the name (hf:OWNER/NAME or"
@@ -522,8 +525,8 @@ def plan_hub(
 
 
 def _cache_folders(repository: str) -> list[Path]:
-    """Return the folders of a data set's downloaded files: its folder in the hub's cache, and the
-    downloads of the library `datasets`."""
+    """Return the folders that contain a data set's downloaded files: its folder in the hub's cache,
+    and the download folders of the library `datasets`."""
     from datasets import config
     from huggingface_hub import constants
 
@@ -533,8 +536,8 @@ def _cache_folders(repository: str) -> list[Path]:
 
 
 def _ask_hub(repository: str) -> None:
-    """Raise OSError if the hub lacks the data set or does not answer. The library `datasets` would
-    retry for minutes."""
+    """Raise OSError if the hub lacks the data set or does not answer. Without this check, the
+    library `datasets` would retry for minutes."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 

@@ -22,12 +22,13 @@ BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 KINDS = ("path", "manifest", "tfds", "hub", "benchmark")
 """Keys that locate the images of a `[[task]]` in a stream file."""
 CLASS_SPLIT = tuple(field.name for field in dataclasses.fields(ClassSplit))
-"""Keys of a stream file that divide the classes of its only task."""
+"""Keys of a stream file that divide the classes of the file's only task."""
 MAX_STREAM_FILE_BYTES = 2**20
 
 
 class MissingTasks(ValueError):
-    """Tasks are not prepared. `advice` contains one line per task that says how to get it."""
+    """Some tasks are not prepared. `advice` contains one line per such task, which says how to
+    prepare it."""
 
     def __init__(self, message: str, advice: Sequence[str]):
         super().__init__(message)
@@ -49,12 +50,13 @@ def plan_source(
     `source` is `mtil` or `vdd`, the name of one of their tasks, a protocol (`PROTOCOLS`),
     `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a
     manifest (CSV or Parquet), or a folder or zip. A name is refused as ambiguous if the working
-    directory contains a folder or file of images with this name. `tasks` selects and orders the
-    tasks. `order` is one of MTIL's orders. `seed` determines how missing splits are cut. `purpose`
-    determines the requirements for each task. `class_split` divides the classes of the source's
-    only data set into tasks; `tasks` then selects among the resulting tasks. Fields of
+    directory contains a zip, a saved data set or a folder of images with this name. `tasks` selects
+    and orders the tasks. `order` is one of MTIL's orders. `seed` determines how missing splits are
+    cut. `purpose` determines the requirements for each task. `class_split` divides the classes of
+    the source's only data set into tasks; `tasks` then selects among the resulting tasks. Fields of
     `class_split` that are not None override the division in a protocol or stream file. Raises
-    MissingTasks, FileNotFoundError or ValueError.
+    MissingTasks if tasks are not prepared, FileNotFoundError if files are missing, OSError if the
+    hub does not answer, and ValueError if the source or an option is invalid.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)
@@ -150,7 +152,7 @@ def _split_only(
 
 
 def images_dir(data_dir: Path | None) -> Path:
-    """Return the folder with decoded images of the data sets in a data folder."""
+    """Return the folder inside a data folder for the decoded images of its data sets."""
     return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
@@ -161,8 +163,9 @@ def is_name(source: str) -> bool:
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
-    """Return the folder for decoded images of a source. It is inside the data folder if the source
-    uses the data folder. None means the user's cache."""
+    """Return the folder for decoded images of a source, which is inside the data folder. Return
+    None, which means the user's cache, if `data_dir` is None and the source does not use the data
+    folder."""
     is_in_data_dir = is_name(source) and not source.startswith(HUB)
     return images_dir(data_dir) if data_dir is not None or is_in_data_dir else None
 
@@ -217,8 +220,9 @@ def plan_stream_file(
         hub = "OWNER/NAME:CONFIG"  a data set of the Hugging Face hub, with or without a config
         benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
 
-    A `name` is optional. Paths are relative to the file's folder. A `seed` in the file overrides
-    the argument. `tasks` selects and orders the tasks; other tasks are not read.
+    The file and each `[[task]]` can also have a `name`. Paths are relative to the file's folder. A
+    `seed` in the file overrides the argument `seed`. `tasks` selects and orders the tasks; other
+    tasks are not read.
 
     With `classes_per_task` in the file, the classes of its only `[[task]]` are divided into tasks
     (`ClassSplit`), and `tasks` selects among these. Fields of `class_split` that are not None
@@ -303,7 +307,8 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
 def _wrong_keys(
     table: dict[str, Any], texts: Sequence[str], others: Sequence[str] = ()
 ) -> list[str]:
-    """List the errors of a table: unknown keys, and values of `texts` that are not text."""
+    """List the errors of a table: unknown keys, and values of the keys `texts` that are not
+    text."""
     errors = []
     keys = sorted((*texts, *others))
     for key, value in table.items():

@@ -1,7 +1,7 @@
 """Load streams by name for the commands.
 
-`find_stream` checks quickly that all tasks are available. It returns a function that decodes their
-images at a given size, which depends on the backbone.
+`find_stream` checks quickly that all tasks are available. It returns a function that decodes the
+images of these tasks at the image size of the backbone.
 """
 
 import dataclasses
@@ -36,17 +36,18 @@ class StreamConfig:
     """Divide the classes of one data set into tasks with this many classes each (at least 2); the
     last task has the remaining classes."""
     first_task: int | None = None
-    """Number of classes in the first task; default: as in the others."""
+    """Number of classes in the first task; default: the same number as in the other tasks."""
     class_order: str | None = None
-    """Order of the classes that are divided: a seed (1993: the permutation of PILOT), or all
-    class names, separated by commas (a name that contains a comma needs a stream file);
-    default: the data set's order."""
+    """Order in which the classes are divided into tasks: a seed (1993 is the seed of PILOT), or all
+    class names, separated by commas (a name that contains a comma needs a stream file); default:
+    the data set's order."""
     order: Order = "default"
     """Order of MTIL's tasks. `default` is the order of the paper's tables, `paper_a` to `paper_c`
-    are the orders of its table on task orders, and `zscl_ii` is the second order of ZSCL."""
+    are the orders of the paper's table on task orders, and `zscl_ii` is the second order of
+    ZSCL."""
     split_seed: int = 0
-    """Seed for the splits that a data set does not have. It is independent of `--seed`, so that
-    runs with different seeds share their splits."""
+    """Seed that determines how missing splits are cut from the training images. It is independent
+    of `--seed`, so that runs with different seeds share their splits."""
     images: ImagesConfig = ImagesConfig()
     """Storage of decoded images."""
 
@@ -57,7 +58,8 @@ class StreamConfig:
 
     @property
     def class_split(self) -> ClassSplit | None:
-        """The fields of the division of classes that the options set, if any."""
+        """The division of classes that the options describe; None if none of these options is
+        set."""
         order = self.class_order
         if self.classes_per_task is None and self.first_task is None and order is None:
             return None
@@ -75,8 +77,8 @@ class StreamConfig:
 
     @property
     def cached_images(self) -> ImagesConfig:
-        """A copy of `images` in which a missing `cache_dir` is set to the data folder's cache, if
-        the stream uses the data folder."""
+        """A copy of `images` in which the result of `cache_dir_of` replaces a missing
+        `cache_dir`."""
         cache_dir = self.images.cache_dir or cache_dir_of(self.stream, self.data_dir)
         return dataclasses.replace(self.images, cache_dir=cache_dir)
 
@@ -84,7 +86,8 @@ class StreamConfig:
 def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
     """Check that a stream is available. Return the function that loads it at an image size.
 
-    Raises MissingTasks for tasks that are not prepared, FileNotFoundError, or ValueError.
+    Raises MissingTasks if tasks are not prepared, FileNotFoundError if files are missing, and
+    ValueError if options or files are invalid.
     """
     names = config.task_names
     class_split = config.class_split
@@ -129,7 +132,7 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
 def load_base_images(
     source: str, config: StreamConfig, *, image_size: int, phase: OpenPhase
 ) -> Images:
-    """Load the training images, uint8 `[N, S, S, 3]`, of the pretraining data. Other splits are not
+    """Load the training images of the pretraining data, uint8 `[N, S, S, 3]`. Other splits are not
     read.
 
     Raises ValueError if the source has more than one task.

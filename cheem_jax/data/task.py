@@ -1,10 +1,10 @@
-"""Tasks and streams of uint8 images with integer labels, and their plans before decoding. All of
-these classes check their arguments.
+"""Tasks and streams of uint8 images with integer labels, and their plans before decoding. `Task`,
+`Stream`, `Plan` and `ClassSplit` check their arguments.
 
 Missing splits are cut from train: some training images are moved to the new split. The sizes of new
-splits are as in the CHEEM paper's tables. If there is neither a test nor a validation split,
-ceil(0.3 n) images become the test split; then ceil(0.1 n) of the n remaining images become the
-validation split.
+splits are as in the CHEEM paper's tables. If there is neither a test nor a validation split, three
+tenths of the training images become the test split; then a tenth of the remaining training images
+become the validation split. Both numbers are rounded up.
 """
 
 import collections
@@ -27,12 +27,12 @@ from cheem_jax.core.images import Images
 from cheem_jax.data.files import Encoded
 
 Members = dict[str, dict[str, int]]
-"""For each split, the labels of its images, keyed by the image's key."""
+"""Labels of images, keyed by split and by image key."""
 
 Purpose = Literal["learn", "extend", "measure"]
 """The purpose of a task. `learn` requires at least two classes, and an image of each class in every
 split. `extend` adds images to a learned task; it requires an image of each class in train and at
-least one validation image. `measure` requires one class."""
+least one validation image. `measure` requires at least one class."""
 
 SPLITS = ("train", "val", "test")
 _SPLIT = re.compile(
@@ -48,10 +48,10 @@ class ClassSplit:
     """Division of one data set into tasks with disjoint classes (class-incremental learning)."""
 
     classes_per_task: int | None = None
-    """Number of classes per task. It can only be None in options that override a protocol or a
-    stream file."""
+    """Number of classes per task. None is valid only in a division that overrides the division of a
+    protocol or a stream file."""
     first_task: int | None = None
-    """Number of classes in the first task; None: `classes_per_task`."""
+    """Number of classes in the first task; None means `classes_per_task`."""
     class_order: int | tuple[str, ...] | None = None
     """Seed of a permutation of the classes, all class names in learning order, or None for the data
     set's order of classes."""
@@ -68,7 +68,8 @@ class ClassSplit:
 
     @staticmethod
     def of(entries: Mapping[str, Any]) -> "ClassSplit":
-        """Build a division from the entries of a JSON or TOML table, in which names are a list."""
+        """Build a division from the entries of a JSON or TOML table, in which class names are a
+        list."""
         order = entries.get("class_order")
         return ClassSplit(
             entries.get("classes_per_task"),
@@ -103,12 +104,12 @@ class Task:
     """SHA-256 of the assignment of images to splits (`Plan.split_sha256`), if the images are from
     files."""
     skipped: tuple[str, ...] = ()
-    """As in `Plan`."""
+    """See `Plan.skipped`."""
     cut: tuple[str, ...] = ()
-    """As in `Plan`."""
+    """See `Plan.cut`."""
     purpose: Purpose = "learn"
     class_split: ClassSplit | None = None
-    """As in `Plan`."""
+    """See `Plan.class_split`."""
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -200,7 +201,7 @@ class Plan:
     rotation, as in the paper's loaders."""
     purpose: Purpose = "learn"
     class_split: ClassSplit | None = None
-    """The division that this task is a part of; None: the classes of the data set are not
+    """The division that this task is a part of; None if the classes of the data set are not
     divided."""
 
     @staticmethod
@@ -218,12 +219,13 @@ class Plan:
         is_benchmark: bool = False,
         purpose: Purpose = "learn",
     ) -> "Plan":
-        """Make a plan from labels, which are keyed by split and image. Missing splits are cut from
-        train in place (`cut_missing`).
+        """Make a plan from `members`, the labels keyed by split and image. Missing splits are cut
+        from train, which changes `members` (`cut_missing`).
 
-        `files` returns the files for a list of keys. For the purpose `extend`, a missing validation
-        split is a tenth of train, and a missing test split is empty; for `measure`, a missing split
-        is empty if it cannot be cut. Raises ValueError if a class has too few images.
+        `files` returns the files for a list of keys. For the purpose `extend`, a tenth of train
+        becomes the missing validation split, and a missing test split becomes an empty one. For
+        `measure`, a missing split that cannot be cut becomes an empty one. Raises ValueError if a
+        class has too few images.
         """
         cut = tuple(split for split in SPLITS if split not in members)
         match purpose:
@@ -288,8 +290,8 @@ class Plan:
 
     @functools.cached_property
     def split_sha256(self) -> str:
-        """SHA-256 of keys and labels of all splits. Results are comparable only if this hash is
-        identical."""
+        """SHA-256 of the task's name and classes, and of the image keys and labels in each split.
+        Results are comparable only if their hashes are identical."""
         digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
         for split, part in self.splits.items():
             lines = sorted(
@@ -397,8 +399,8 @@ def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ..
 def check_names(names: Sequence[str], references: Sequence[str], where: str) -> list[str]:
     """Return the task names with the spelling in `references`.
 
-    Raises ValueError if a name is missing, repeated or unknown. The message suggests the most
-    similar known names.
+    Raises ValueError if `names` is empty, or if a name is repeated or unknown. For an unknown name,
+    the message suggests the most similar known names.
     """
     if not names:
         raise ValueError(f"no task name given; {where} has {', '.join(references)}")
@@ -473,8 +475,9 @@ def cut(
     """Return a mask that selects `num` examples, distributed over the classes in proportion to
     their sizes.
 
-    Of each class, at least one example is selected, and at least `keep` are not selected; these
-    bounds override `num`. Within a class, the first examples in `order` are selected.
+    At least one example of each class is selected, and at least `keep` examples of each class are
+    not selected; these bounds override `num`. Within a class, the first examples in `order` are
+    selected.
     """
     sizes = np.bincount(labels)
     if sizes.min() <= keep:
@@ -514,8 +517,8 @@ def cut_missing(
 ) -> None:
     """Cut the missing splits of `members` from train, in place.
 
-    With `floor`, the validation split has floor(0.1 n) images. Raises TooFew if a class has too few
-    images.
+    With `floor`, each missing split has floor(0.1 n) images if train has n images before the cut.
+    Raises TooFew if a class has too few images.
     """
     missing = [split for split in ("test", "val") if split not in members]
     if not missing:
@@ -536,8 +539,8 @@ def cut_missing(
 
 
 def cut_for_extension(members: Members, seed: int) -> None:
-    """Cut a missing validation split from train, in place: a tenth of the images, and at least one
-    image of each class that has more than one.
+    """Cut a missing validation split from train, in place. The new split has a tenth of the images,
+    and at least one image of each class that has more than one image.
 
     A missing test split becomes an empty one.
     """
@@ -559,7 +562,7 @@ def cut_for_extension(members: Members, seed: int) -> None:
 
 def hashed_order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
     """Sort the indices of keys by SHA-256("seed/key"), so that the permutation does not depend on a
-    library's random numbers."""
+    library's random number generator."""
     ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
 
@@ -577,7 +580,7 @@ def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
 
 def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> list[int]:
     """Divide `num` in proportion to `sizes` by the largest-remainder method. Each share is at least
-    1 and at most its entry in `most`."""
+    1 and at most the corresponding entry of `most`."""
     num = int(np.clip(num, len(sizes), most.sum()))
     exact = num * sizes / sizes.sum()
     counts = np.clip(exact.astype(int), 1, most)

@@ -1,5 +1,5 @@
-"""Read and decode every image of a plan, report problems, and check the hashes of decoded
-copies."""
+"""Read and decode every image of a plan, report problems, and check the hashes of cached decoded
+images."""
 
 import collections
 import dataclasses
@@ -60,8 +60,8 @@ class Findings:
     """Number of images in each split."""
     num_classes: int
     smallest_class: tuple[str, int]
-    """Name of the smallest class and its number of training images; the first one among classes of
-    the same size."""
+    """Name of the smallest class and its number of training images; the first such class if more
+    than one class has this size."""
     largest_class: tuple[str, int]
     num_bytes: int
     """Total size of the readable files."""
@@ -214,8 +214,8 @@ def without_broken(
     """Remove unreadable images from a plan. Return the plan (with `Plan.skipped`) and the reason
     for each removed image.
 
-    Raises ValueError if more than 5 % (rounded up) of a split, or of a class in all splits
-    together, are unreadable.
+    Raises ValueError if more than 5 % of the images of a split, or of a class in all splits
+    together, are unreadable. The limit is rounded up to a whole number of images.
     """
     rows: dict[str, list[int]] = {split: [] for split in plan.splits}
     reasons, skipped = list[str](), list[str]()
@@ -249,10 +249,10 @@ def without_broken(
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
-    """Read the decoded copies of a plan completely, with and without EXIF rotation, at every image
-    size.
+    """Read the caches of a plan's decoded images in `roots` completely, at every image size, with
+    and without EXIF rotation. Caches that contain only some of the splits are not read.
 
-    Returns the folders of intact copies, and a message about each corrupted copy.
+    Returns the folders of intact caches, and a message about each corrupted cache.
     """
     intact, corrupted = [], []
     plans = [plan, plan.turned(not plan.upright)]

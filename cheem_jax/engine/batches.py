@@ -1,9 +1,9 @@
 """Batches of equal shape, and parts of a batch that two threads compute.
 
 The last, partial batch is padded and masked, so functions are compiled for one batch size only. On
-a CPU, some operations between the large products of a network use only one core. Meanwhile the
-other core computes a second part, and the activations of each part stay in the caches of one core.
-On an accelerator, a batch is one part.
+a CPU, some operations between the large matrix products of a network use only one core. Meanwhile,
+a second core computes another part of the batch. The activations of each part stay in the caches of
+one core. On an accelerator, a batch is one part.
 """
 
 import collections

@@ -24,9 +24,9 @@ from cheem_jax.engine.whole import Whole
 
 Name = Literal["stages", "whole", "scan"]
 DISPATCH_BOUND = 1.5e11
-"""Number of FLOPs of a batch's forward pass below which an unmeasured accelerator is assumed to be
-limited by the host's dispatches. Estimated for an H100 from the number of kernels in a pass and the
-bytes that the kernels read."""
+"""Number of FLOPs of a batch's forward pass. Below this number, the host's dispatches are assumed
+to limit the speed of an accelerator without measurements. The number is estimated for an H100 from
+the number of kernels in a pass and the bytes that the kernels read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,12 @@ class EngineConfig:
     precision: Precision = "float32"
     """Type of the operands of matrix products. Parameters, sums and the loss are always float32."""
     memory_gb: float | None = None
-    """Device memory in GB for cached images and activations of a task, and as much again for merged
-    experts. By default, a quarter of the device's memory; 0 caches nothing."""
+    """Device memory in GB for the cached images and activations of a task; merged experts can use
+    the same amount in addition. The default is a quarter of the device's memory; 0 caches
+    nothing."""
     deterministic: bool = False
-    """Compile functions that compute identical bits in every run on an accelerator, which is
-    slower. A CPU always computes identical bits."""
+    """Compile functions that compute identical bits in every run on an accelerator. Such functions
+    are slower. A CPU always computes identical bits."""
     programs: int = 64
     """Maximum number of compiled functions in the cache of the executor `whole`."""
     steps_per_call: int = 8
@@ -66,9 +67,10 @@ def choose(
 ) -> tuple[Name, str]:
     """Return the name of the executor, and the reason for the choice as text for the log.
 
-    With `auto`, use the measurement on the same platform and in the same precision with the most
-    similar number of FLOPs per device, and return its fastest executor. Without such a measurement,
-    return `scan` for small backbones on accelerators, and `stages` otherwise.
+    With `auto`, compare the measurements on the same platform and in the same precision. Return the
+    fastest executor of the measurement whose number of FLOPs is most similar to the FLOPs per
+    device. Without such a measurement, return `scan` for small backbones on accelerators, and
+    `stages` otherwise.
     """
     if config.executor != "auto":
         return config.executor, "as configured"
@@ -103,10 +105,10 @@ def make_executor(
     batch_size: int = 64,
     layout: Layout = ONE,
 ) -> Executor:
-    """Make the chosen executor for a backbone.
+    """Choose the executor for a backbone, and make it.
 
-    Raises ValueError if the memory for cached activations is smaller than the activations of one
-    batch.
+    Raises ValueError if `config.memory_gb` is set and not 0, but is too small for the activations
+    of one batch.
     """
     settings: dict[str, Any] = {
         "token": token,

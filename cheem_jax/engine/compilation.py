@@ -1,4 +1,4 @@
-"""Compiler options, JAX's persistent compilation cache, and the number and seconds of
+"""Compiler options, JAX's persistent compilation cache, and counts and durations of
 compilations."""
 
 import contextlib
@@ -86,8 +86,8 @@ _STRICT = {
     "jax_numpy_dtype_promotion": (("strict",), "standard"),
     "jax_transfer_guard": (("disallow", "disallow_explicit"), "allow"),
 }
-"""Values of JAX options under which correct functions of this library raise errors, and the value
-that replaces them."""
+"""For each JAX option, the values under which correct functions of this library raise errors, and
+the value that replaces them."""
 
 
 def reset_strict_options() -> list[str]:
@@ -162,8 +162,8 @@ def enable_cache() -> Path | None:
 
 
 def _remove_torn(directory: Path) -> None:
-    """Remove cached functions that have no file with their access time, because a process was
-    killed. Such functions would prevent JAX from writing further functions."""
+    """Remove cached functions without a file for their access time. A killed process can leave such
+    functions, and they would prevent JAX from writing further functions."""
     with (
         contextlib.suppress(OSError, filelock.Timeout),
         filelock.FileLock(directory / ".lockfile", timeout=10),
@@ -174,7 +174,8 @@ def _remove_torn(directory: Path) -> None:
 
 
 def _machine() -> str:
-    """Return a name for the processor type; different machines can share a home directory."""
+    """Return a name for the processor type. Each type has a separate cache, because different
+    machines can share a home directory."""
     features = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -195,10 +196,10 @@ def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, 
     """Return the compiler options for the functions of blocks; None for XLA's defaults.
 
     With `deterministic`, an accelerator computes identical bits in every run; a CPU always does. On
-    a CPU, Eigen computes float32 products instead of YNNPACK, because YNNPACK's batched products
-    (attention) use only one of two cores. YNNPACK still computes sums and maxima, because XLA's
-    versions process one number at a time. YNNPACK also computes bfloat16 products, because Eigen
-    does not use the processor's bfloat16 instructions.
+    a CPU, float32 products are computed by Eigen and not by YNNPACK, because YNNPACK's batched
+    products (attention) use only one of two cores. YNNPACK still computes sums and maxima, because
+    XLA's versions process one number at a time. YNNPACK also computes bfloat16 products, because
+    Eigen does not use the processor's bfloat16 instructions.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":
@@ -208,5 +209,5 @@ def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, 
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
-        return None  # other versions of jaxlib lack this option
+        return None  # some versions of jaxlib lack this option
     return options

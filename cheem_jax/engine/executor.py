@@ -1,13 +1,13 @@
 """The interface of all executors, and the functions that they share.
 
-A pass starts with `Tokens`: the tokens that are identical for all choices at a block (for
-`mlp_down`, the tokens after the attention half of the block). They are computed from images,
-cached, or taken from another network's pass. The three executors split the following blocks into
-compiled functions differently:
+A pass starts with the `Tokens` of a block, which do not depend on the choice at this block: the
+input of the block or, for `mlp_down`, the tokens after the block's attention half. The tokens are
+computed from images, read from a cache, or reused from another network's pass. The three executors
+run the blocks of a pass with different compiled functions:
 
-  - `stages`: one function per op kind; the host calls them block by block;
+  - `stages`: one function per op kind; the host calls these functions block by block;
   - `whole`: one function per signature (the tuple of op kinds of an architecture);
-  - `scan`: one function for all architectures; op kinds are data.
+  - `scan`: one function for all architectures; op kinds are arguments.
 """
 
 import abc
@@ -33,8 +33,8 @@ from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
 
 WORKING_SET = 5 * 2**20
-"""Size in bytes of a block's widest activations (the plastic layer's input) above which a CPU
-becomes slower per image."""
+"""Size in bytes of a block's widest activations, which are the input of the plastic layer. Above
+this size, a CPU needs more time per image."""
 
 
 class Dense(NamedTuple):
@@ -51,10 +51,10 @@ Network = Sequence[Dense]
 
 
 class Tokens(NamedTuple):
-    """Tokens `[B, N, D]` at the start of a pass; they are identical for all choices at `block`.
+    """Tokens `[B, N, D]` at the start of a pass; they do not depend on the choice at `block`.
 
-    If `block` is L, the number of blocks, the tokens are the output of the last block: only the CLS
-    token, if there is one.
+    If `block` is the number of blocks L, the tokens are the output of the last block. This output
+    contains only the CLS token, if the backbone has one.
     """
 
     block: int
@@ -62,8 +62,8 @@ class Tokens(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """The start of a pass, given as `rows` `[B]` of a data set `values` `[M, ...]` on the device.
-    `block` is None for images."""
+    """The start of a pass as row numbers `rows` `[B]` in a data set `values` `[M, ...]` on the
+    device. `block` is None if the data set contains images."""
 
     block: int | None
     values: jax.Array
@@ -71,8 +71,8 @@ class Gather(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """The results of network `index` for a batch: the final tokens, and the sum of the CLS tokens
-    at each block.
+    """The results of network `index` for a batch: the final tokens, and for each block the sum of
+    the CLS tokens over the images.
 
     The sum is None at a block that the network skips, and at blocks before the start of the pass.
     """
@@ -95,8 +95,8 @@ Mask = np.ndarray | jax.Array
 """`[B]`, 1 for images and 0 for padding."""
 
 Step = Sequence[Batch]
-"""Parts of one gradient step. The weights of all parts sum to 1, so losses and gradients of the
-parts are added."""
+"""Batches of one gradient step. All their weights together sum to 1, so the loss and the gradients
+of the step are the sums over the batches."""
 
 Planned = tuple[Architecture, Step, float]
 """A training step: its architecture, its data and its learning rate."""
@@ -112,13 +112,13 @@ Update = Callable[[Any, Any, Any, Any], Any]
 """Traced function that maps a learner, its gradients, the learning rate and the loss to the updated
 learner.
 
-The loss is NaN if a gradient is non-finite; the learner must then stay unchanged.
+If a gradient is non-finite, the loss is NaN, and the function must return the learner unchanged.
 """
 
 
 class Setup(NamedTuple):
-    """Constants of training steps. Functions are compiled for each `update`, so every call must
-    pass the same function object."""
+    """Constants of training steps. All calls must pass the same function object as `update`,
+    because functions are compiled again for each new object."""
 
     experts: Sequence[Sequence[Expert]]
     """Frozen experts of each block."""
@@ -137,7 +137,8 @@ class Trained(NamedTuple):
 
 
 class Executor(abc.ABC):
-    """A frozen backbone with one placement of the memory, and the functions that run its networks.
+    """A frozen backbone with one placement of the memory, and the functions that run networks based
+    on this backbone.
 
     Arrays: images are uint8 `[B, S, S, 3]`, tokens `[B, N, D]`, masks float32 `[B]`.
     """
@@ -177,8 +178,8 @@ class Executor(abc.ABC):
         splits = [nnx.split(block) for block in vit.blocks]
         placed = {id(leaf): layout.replicate(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # Each use of a block's matrices is as an operand of a matrix product. They are therefore
-        # rounded to the operand type once, and not in every call.
+        # Blocks use their matrices only as operands of matrix products. The matrices are therefore
+        # rounded to the operand type once, here, and not in every call.
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
             tuple(
@@ -258,11 +259,12 @@ class Executor(abc.ABC):
 
     def begin(self, images: np.ndarray | jax.Array) -> Tokens:
         """Compute the tokens of block 0. With more than one device, the images must already be
-        split (`Layout.rows`)."""
+        split over the devices (`Layout.rows`)."""
         return Tokens(0, self._begin(self.leaves, images))
 
     def resolve(self, source: Tokens | Gather) -> Tokens:
-        """Return the tokens of a source; they are computed from images or gathered if necessary."""
+        """Return the tokens of a source. If `source` is a `Gather`, gather its rows; if these rows
+        are images, also compute their tokens."""
         if isinstance(source, Tokens):
             return source
         values = self.take(source.values, self.layout.rows(source.rows))
@@ -284,12 +286,12 @@ class Executor(abc.ABC):
         self, head: Head, tokens, labels, mask, num_classes: int
     ) -> tuple[jax.Array, jax.Array]:
         """Predict classes `[B]` with a padded head. Also return the number of correct predictions
-        inside the mask."""
+        among the images with mask 1."""
         return self._classify(self.leaves, head, tokens, labels, mask, self.number(num_classes))
 
     def put(self, values: Any) -> Any:
-        """Move an argument that more than one call uses to the accelerator. Otherwise each call
-        would copy it."""
+        """Copy `values` to the accelerator, so that several calls can use them without a copy in
+        each call. On a CPU or with a mesh, return `values` unchanged."""
         return values if self.device.is_host or self.layout.is_many else jax.device_put(values)
 
     def number(self, value: int) -> Any:
@@ -308,8 +310,9 @@ class Executor(abc.ABC):
     def forward_rows(self, batch_size: int, num: int) -> int:
         """Return the number of images per call of a forward pass over `num` images.
 
-        On a CPU it is `rows(batch_size)`. An accelerator can process more images per call than in a
-        training step; among a few sizes, the one with the least padding is selected.
+        On a CPU, the number is `rows(batch_size)`. An accelerator can process more images per call
+        in a forward pass than in a training step. Of the device's `forward_sizes` that fit in
+        memory, the size with the least padding is selected.
         """
         config = self.config
         per_image = 4 * self.num_blocks * config.num_tokens * (config.width + config.mlp_width)
@@ -338,10 +341,10 @@ class Executor(abc.ABC):
             yield Walked(index, last, [None] * begin + sums)
 
     def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
-        """Run a network forward from `tokens` to the tokens of block `until`."""
+        """Run a network forward from `tokens`, and return the tokens of block `until`."""
         begin, values = self.resolve(tokens)
-        # The sums are not used. The mask has the same type as in `walk`, so that no second function
-        # is compiled.
+        # The sums of the CLS tokens are not used, so the mask is zero. It has the type of the masks
+        # in `walk`, so that no second function is compiled.
         mask = self.put(np.zeros(values.shape[0], np.float32))
         return Tokens(until, self._forward(network[begin:until], begin, until, values, mask)[0])
 
@@ -366,8 +369,8 @@ class Executor(abc.ABC):
         ops in `architectures`.
 
         Learners that are not in the architecture of a step stay unchanged in that step. If the loss
-        or a gradient is non-finite, the returned loss is NaN and all learners stay unchanged. Ops
-        of blocks before the tokens of a batch are ignored.
+        or a gradient is non-finite, the returned loss is NaN and all learners stay unchanged. If
+        the tokens of a batch are those of a later block, the ops of earlier blocks are ignored.
         """
         learners = dict(learners)
         losses = []
@@ -386,8 +389,8 @@ class Executor(abc.ABC):
         """Train at most `steps_per_call` steps; return only the changed learners."""
 
     def _compose(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
-        """Trace the blocks from `begin` to `until` (exclusive); `blocks` contains their weights,
-        `ops` their ops.
+        """Trace the blocks from `begin` to `until` (exclusive). The weights of these blocks are in
+        `blocks`, and their ops in `ops`.
 
         Returns the tokens of block `until`, and the output and the component of each block.
         """
@@ -463,8 +466,8 @@ def shared_prefix(codes: Sequence[int], others: Sequence[int]) -> int:
 
 
 def guard(loss: jax.Array, grads: Any) -> jax.Array:
-    """Return the loss, or NaN if a gradient is non-finite. Updates then leave all parameters
-    unchanged."""
+    """Return the loss, or NaN if a gradient is non-finite. If the loss is NaN, updates leave all
+    parameters unchanged."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
     return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss
 
@@ -478,7 +481,7 @@ def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
 @jax.jit
 def _take(values, rows):
     batch = values[rows]
-    # tokens can be cached in lower precision than passes use
+    # cached tokens can have a lower precision than the tokens of a pass
     return batch.astype(jnp.float32) if jnp.issubdtype(batch.dtype, jnp.floating) else batch
 
 

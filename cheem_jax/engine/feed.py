@@ -1,9 +1,9 @@
 """Feeds: data sets as images, or as cached tokens with which passes start.
 
 Without augmentation, the results of the leading frozen blocks are identical in every epoch. In a
-supernet these are the tokens of block 0; in fine-tuning, the tokens of the first block that learns.
-These tokens are cached if they fit a memory budget. Augmented images differ in every epoch, so
-steps with augmentation start with images on the host.
+supernet, these results are the tokens of block 0; in fine-tuning, they are the tokens of the first
+block that learns. These tokens are cached if they fit a memory budget. Augmented images differ in
+every epoch, so steps with augmentation start with images on the host.
 """
 
 import functools
@@ -129,7 +129,7 @@ class Budget:
     def make(self, name: str, num_bytes: int, function: Callable[[], T]) -> T | None:
         """Return the result of `function` if its `num_bytes` fit the budget; otherwise return None.
 
-        If the device's memory is exhausted, return None for all later calls, too.
+        If the device's memory is exhausted, this call and later calls return None.
         """
         if num_bytes <= self.free:
             try:
@@ -230,7 +230,7 @@ def _write(cache, values, start, *, size: int):
 def prefetch(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
     """Yield the items of `work`; another thread prepares up to `num` items in advance.
 
-    With more than one device, the main thread prepares them, because functions with sums over
+    With more than one device, the main thread prepares the items, because functions with sums over
     devices must be dispatched in the same order in every process.
     """
     if layout.is_many:
@@ -258,8 +258,8 @@ def memory_budget(gigabytes: float | None) -> int:
     memory = statistics.get("bytes_limit")
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # All processes must cache the same data sets, so the smallest budget counts. The unit is MiB,
-    # because JAX's integers have 32 bits.
+    # All processes must cache the same data sets, so they use the smallest of their budgets. The
+    # budgets are compared in MiB, because JAX's integers have 32 bits.
     return hosts.smallest(int(memory) // 4 >> 20) << 20
 
 

@@ -1,9 +1,9 @@
-"""More than one process as one job: how processes connect, agree and end together.
+"""Functions with which the processes of one job connect, make common decisions, and end together.
 
 Every process runs the same code on its own devices (JAX's multi-controller SPMD) and has the same
 state. Only the first process writes, prints and logs. Clocks, signals and disks differ between
-processes, so decisions that depend on them are made by all processes together, in the main thread
-and in the same order. With one process, these functions do not communicate.
+processes. All processes therefore make decisions that depend on clocks, signals or disks together,
+in the main thread and in the same order. With one process, these functions do not communicate.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ PORT = 8476
 """Default port of the coordinator."""
 CONNECT_SECONDS = 120
 SHUTDOWN_SECONDS = 15
-"""Seconds that a process waits for the others when it ends; the others can hang in a sum that
-includes this process."""
+"""Maximum number of seconds that an ending process waits for the others. The wait is limited,
+because the others can hang in a sum that includes the ending process."""
 SECONDS_TO_LEAVE = 2
 """Seconds that the first process waits after a failure, so that other processes with the same
 failure can report it before JAX ends them."""
@@ -118,7 +118,7 @@ def leave(error: BaseException) -> None:
     """End a failed process of a job immediately. JAX then ends the other processes as well.
 
     Python's normal exit would wait for the other processes, which wait for results of this process.
-    A request to stop is not a failure, because all processes follow it together.
+    A request to stop is not a failure, because all processes stop together.
     """
     status = error.code if isinstance(error, SystemExit) else 1
     is_job = jax.distributed.is_initialized()
@@ -185,7 +185,8 @@ def smallest(value: int) -> int:
 def total(values: np.ndarray) -> np.ndarray:
     """Sum the arrays of all processes; every process gets the sum.
 
-    The sum is exact for integers, and for floats if only one process has nonzero values.
+    The sum is exact for integers. It is also exact for floats if, at each position, only one
+    process has a nonzero value.
     """
     return values if count() == 1 else _gather(values).sum(axis=0)
 
@@ -203,11 +204,11 @@ def fetch(tree: Any) -> Any:
 
 
 def together(work: Callable[[], Any]) -> Any:
-    """Call `work` in each process and wait for all; if it fails in one process, all processes raise
-    an error.
+    """Call `work` in each process, and wait until all processes have finished it. If `work` fails
+    in one process, all processes raise an error.
 
-    Use it for work that can fail in a single process, such as reading a file. Otherwise, the other
-    processes would wait for that process forever.
+    Use this function for work that can fail in a single process, such as reading a file. Without
+    it, the other processes would wait forever for the failed process.
     """
     if count() == 1:
         return work()
@@ -224,8 +225,8 @@ def together(work: Callable[[], Any]) -> Any:
 
 
 def run_on_first(work: Callable[[], Any]) -> None:
-    """Call `work` in the first process while the others wait; afterwards, they can read the files
-    that it wrote.
+    """Call `work` in the first process while the others wait; afterwards, the others can read the
+    files that `work` wrote.
 
     If `work` fails, all processes raise an error.
     """
@@ -234,7 +235,7 @@ def run_on_first(work: Callable[[], Any]) -> None:
 
 def in_order(work: Callable[[], Any]) -> Any:
     """Call `work` in the first process, then in all others, which can read the files of the first
-    process. Return the result."""
+    process. Return this process's result."""
     results = []
     run_on_first(lambda: results.append(work()))
     return together(lambda: results[0] if results else work())
@@ -253,8 +254,8 @@ def check_equal(what: str, value: Any, way_out: str) -> None:
     """Check that a JSON value is identical in all processes; `what` describes it, and `way_out` is
     a hint.
 
-    Raises ValueError in all processes, with the numbers of the processes that differ from the first
-    one.
+    Raises ValueError in all processes, with the numbers of the processes whose values differ from
+    the value of the first process.
     """
     if count() == 1:
         return

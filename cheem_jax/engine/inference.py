@@ -1,10 +1,10 @@
-"""Compute features with the network of each image's inferred task, starting with tokens of the base
-network.
+"""Compute the features of each image with the network of its inferred task. The network starts with
+tokens of the base network.
 
-A task network that starts with Reuse of base experts is identical to the base network up to the
-first different block. It therefore starts with the base network's tokens at that block; in the
-paper (section 'Inference'), both networks start with the image. Images are grouped by task within a
-batch, and groups are padded to a few sizes, so that no request compiles a function.
+If the leading blocks of a task network reuse base experts, they compute the same tokens as the base
+network. The task network therefore starts with the base network's tokens at its first different
+block; in the paper (section 'Inference'), both networks start with the image. Images are grouped by
+task within a batch, and groups are padded to a few sizes, so that no request compiles a function.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,8 +76,8 @@ class Inference:
         ]
 
     def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
-        """Compute the features of `num` images, each with the network of its task. Images whose
-        route is -1 get zeros."""
+        """Compute the features of `num` images, each with the network of its task. Images for which
+        `route` returns -1 get zeros."""
         features = np.zeros((num, self.executor.config.width), np.float32)
         for batch in batches(np.arange(num), self.batch_size):
             read, reached = self._run_base(feed, batch.rows)
@@ -88,7 +88,7 @@ class Inference:
         return features
 
     def prepare(self) -> None:
-        """Compile every function that a request can call, with blank images in groups of each
+        """Compile every function that a request can call, by running blank images in groups of each
         size."""
         size = self.executor.config.image_size
         blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
@@ -160,7 +160,8 @@ class Inference:
 
 
 def bucket_sizes(rows: int) -> tuple[int, ...]:
-    """Return the sizes to which groups are padded: `rows`, and a half and a quarter of it."""
+    """Return the sizes to which groups are padded: `rows`, half of `rows`, and a quarter of
+    `rows`."""
     return tuple(sorted({rows, max(rows // 2, 1), max(rows // 4, 1)}, reverse=True))
 
 
@@ -168,8 +169,8 @@ def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int
     """Cut `rows` into parts whose lengths are among `sizes`, largest first. Return each padded part
     with its number of unpadded rows.
 
-    The last part is padded to the smallest size that contains it, if it fills at least half of that
-    size.
+    The last part is padded to the smallest size that contains it. A part is padded only if it fills
+    at least half of that size, or if there is no smaller size.
     """
     parts = []
     start = 0

@@ -76,7 +76,7 @@ class Layout:
         return padded[self.local[0] * share : (self.local[-1] + 1) * share]
 
     def join(self, part: Any, axis: int = 0) -> Any:
-        """Join the parts of all processes to one array, which is split over all devices along
+        """Join the parts of all processes into one array, which is split over all devices along
         `axis`."""
         if not self.is_many:
             return part
@@ -98,8 +98,8 @@ class Layout:
         return self.join(self.local_rows(values, 0))
 
     def read(self, images: Images, order: Sequence[np.ndarray]) -> Iterator[Any]:
-        """Yield the images of each array of row numbers. Each process reads only the images of its
-        devices."""
+        """Yield the images for each array of row numbers in `order`. Each process reads only the
+        images of its devices."""
         return map(self.join, in_turn(images, [self.local_rows(rows) for rows in order]))
 
     def replicate(self, tree: Tree) -> Tree:
@@ -135,7 +135,8 @@ class Layout:
         waits for its result.
 
         Virtual devices share a thread pool with one thread per device. If two functions with sums
-        over devices ran at the same time, all threads could wait for a device that has no thread.
+        over devices ran at the same time, all threads could wait for a device that has no thread,
+        which would be a deadlock.
         """
         if not self.is_many:
             return jax.jit(function, **options)

@@ -1,5 +1,5 @@
-"""Forward passes over whole data sets that compute mean CLS tokens, features, classes, or the
-number of correct predictions."""
+"""Functions that run forward passes over whole data sets. They compute mean CLS tokens, features,
+classes, or the number of correct predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -104,7 +104,7 @@ def intermediate_features(
     batch_size: int,
 ) -> list[Float[np.ndarray, "N D"]]:
     """Compute the mean patch token at each of `blocks`. If `until` is the number of blocks, also
-    compute the features."""
+    compute the features of the images."""
 
     def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         return batch_features(executor, network, tokens, blocks=blocks, until=until)

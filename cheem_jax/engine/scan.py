@@ -1,13 +1,14 @@
-"""One compiled function for all architectures: op kinds are data, and a call runs many steps.
+"""One compiled function for all architectures: op kinds are arguments, and a call runs many steps.
 
-If the host's dispatches limit the speed (a small backbone on a large accelerator), calls with many
-training steps save the most time. The architectures of the steps are sampled beforehand. Their
-parameters are stacked in tables with one slot per step, so the function depends on the number of
-steps per call and not on the size of the pool. Every block applies one dense expert: the expert in
-its slot (plus the change by Adapt), the expert of New, or zeros for Skip. The function does not
-branch, so the device never waits for the host. A disadvantage is that only the number of leading
-blocks without learners is static: all later blocks store residuals for their gradients, even if an
-architecture learns nothing there.
+A call with many steps saves the most time if the host's dispatches limit the speed, such as for a
+small backbone on a large accelerator. The architectures of the steps are sampled before the call.
+The parameters of these architectures are stacked in tables with one slot per step, so the function
+depends on the number of steps per call and not on the size of the pool. In each step, every block
+applies one dense expert: the expert in the selected slot (plus the change by Adapt), the expert of
+New, or zeros for Skip. The function does not branch, so the device never waits for the host. The
+function has one disadvantage: it is compiled for a fixed first block that can learn. This block and
+all later blocks store residuals for their gradients, even if the architecture of a step learns
+nothing at these blocks.
 """
 
 import math
@@ -57,8 +58,8 @@ class Tables(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Inputs of K steps: slots and op kinds per block, data, learning rates, and whether a step
-    counts or only fills the call."""
+    """Inputs of K steps: slots and op kinds per block, data, learning rates, and `counts`, which is
+    false for steps that only fill the call."""
 
     slots: Int[np.ndarray, "K blocks"]
     adapts: Bool[np.ndarray, "K learning"]
@@ -86,8 +87,8 @@ class Program(NamedTuple):
 
 
 class Scan(Executor):
-    """Executor with one function for each block at which the backward pass can end; a dispatch runs
-    `steps_per_call` training steps."""
+    """Executor with one compiled training function for each block at which the backward pass can
+    end; a dispatch runs `steps_per_call` training steps."""
 
     name = "scan"
 
@@ -107,20 +108,20 @@ class Scan(Executor):
         return one
 
     def backward_end(self, block: int) -> int:
-        """Round the block down to one of NUM_STARTS blocks, so that few functions are compiled. At
-        block L, only the head learns."""
+        """Round `block` down to one of NUM_STARTS blocks, so that few functions are compiled. If
+        `block` is the number of blocks L, only the head learns, and `block` is not rounded."""
         spacing = -(-self.num_blocks // NUM_STARTS)
         return block if block == self.num_blocks else block - block % spacing
 
     def _train_call(
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
-        """Train up to `steps_per_call` steps. If there are fewer, the call is filled with steps
-        that do not count.
+        """Train up to `steps_per_call` steps. If `plan` contains fewer steps, the call is filled
+        with steps that do not count.
 
         The backward pass ends at the first block with a learner, rounded down, even if the
         architectures of these steps do not use that learner. A supernet soon has a learner at its
-        first block; after that, all of its steps use the same function.
+        first block; after that, all steps of the supernet use the same function.
         """
         size = self.steps_per_call
         num = len(plan)
@@ -275,10 +276,11 @@ class Scan(Executor):
 
 
 def _pack(calls: Calls) -> tuple[Any, tuple[np.ndarray, list[Any]]]:
-    """Pack all NumPy fields into one array `[K, n]`. Return the layout of the array, and the
-    inputs.
+    """Pack all NumPy fields into one array `[K, n]`. Return the layout of the array, and the inputs
+    of the compiled function.
 
-    Copying a few numbers to an accelerator needs as much time as copying thousands.
+    One array saves time, because copying a few numbers to an accelerator is as slow as copying
+    thousands.
     """
     packed = tuple(
         (field.shape[1:], field.dtype.name) if isinstance(field, np.ndarray) else None

@@ -2,7 +2,7 @@
 validation images.
 
 Splitting each batch over the devices instead would need a sum over devices at every block.
-Candidates that share a prefix are evaluated on the same device, so the prefix still runs once
+Candidates that share a prefix tend to be evaluated on the same device, which runs the prefix once
 (`Stages.walk`).
 """
 
@@ -90,7 +90,8 @@ def _on_devices(
     evaluate: Callable[[int, Sequence[Network], Feed, np.ndarray], np.ndarray],
     advance: Advance,
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Yield the indices of a device's networks, the rows of a batch, and the result of `evaluate`.
+    """For each batch and each device of this process, yield the indices of the device's networks,
+    the rows of the batch, and the result of `evaluate`.
 
     All devices finish a batch before the next batch starts, so all processes report progress
     equally often.

@@ -1,9 +1,9 @@
 """Compiled stages that the host composes: any architecture runs without further compilation.
 
-All blocks have the same shapes. One function per op kind, with or without the gradient of its
-input, therefore runs at every block, for every task and architecture. The backward pass ends at the
-first learnable op. Blocks before that op run forward only and store no residuals; Skip costs no
-FLOPs.
+All blocks have the same shapes. The functions for an op kind, with and without the gradient of the
+block's input, therefore run at every block, for every task and architecture. The backward pass ends
+at the first learnable op. Blocks before that op run forward only and store no residuals; Skip costs
+no FLOPs.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ class Stages(Executor):
 
         def widen(leaves, z, *, outputs):
             u = merge_block(leaves).widen(z, placement=placement, outputs=outputs)
-            # Only matrix products use `u`, and they round it to this precision anyway; the smaller
-            # type halves the bytes.
+            # Only matrix products use `u`, and they round it to this precision anyway. In bfloat16,
+            # `u` needs half the bytes of float32.
             return u.astype(vit.config.precision)
 
         def leave(leaves, expert, z, u, mask, *, outputs):
@@ -183,9 +183,10 @@ class Stages(Executor):
         """Run every network over one batch; each shared prefix runs once.
 
         Networks are visited depth first, in the order of their codes, so at most 2 L + 1
-        activations are in memory. Networks that first differ at a block share the start of that
-        block: for `mlp_down`, its attention half and up-projection. Results are identical to those
-        of separate passes, because the same functions get the same inputs.
+        activations are in memory. If two networks first differ at a block, they still share the
+        start of that block. For `mlp_down`, this start is the attention half and the up-projection.
+        Results are identical to those of separate passes, because the same functions get the same
+        inputs.
         """
         begin, values = self.resolve(tokens)
         num = self.num_blocks
@@ -259,8 +260,8 @@ class Residuals:
 
 
 def linearised(value_and_vjp: tuple[Any, Any], arguments: Any) -> tuple[Any, Residuals]:
-    """Return the value of a stage and the residuals of its linearisation. Arguments are recognised
-    by the identity of their tracers."""
+    """Return the value of a stage and the residuals of its linearisation. A leaf that is one of the
+    `arguments` is recognised by the identity of its tracer."""
     value, vjp = value_and_vjp
     leaves, structure = jax.tree.flatten(vjp)
     number = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(arguments))}

@@ -50,16 +50,16 @@ PACKAGES: dict[Format, tuple[str, ...]] = {
 LIMIT = 2**31 - 2**20
 """Maximum size of the weights in bytes; flatbuffers and protobuf cannot write 2 GiB."""
 TOLERANCE = 1e-4
-"""Maximum difference between the file's results and the network's; relative to the largest logit if
-that logit exceeds 1."""
+"""Maximum difference between the results of the file and those of the network. If the largest
+absolute logit exceeds 1, the difference is relative to that logit."""
 NUM_IMAGES = 6
 """Number of images per call of the check; it is fixed, so that few functions are compiled."""
 NUM_CANDIDATES = 4 * NUM_IMAGES
 NUM_STEPS = 100
 """Maximum number of steps that change an image until the router infers the intended task."""
 LARGEST_STEP = 8
-"""Change of each pixel value in the first step, in units of 1/255; it decreases to 1 in the last
-step."""
+"""Change of each pixel value in the first step, in units of 1/255. The change decreases to 1 in the
+last step."""
 NUM_TIMED = 5
 
 
@@ -69,16 +69,17 @@ class Exported(NamedTuple):
     file: Path
     num_bytes: int
     largest_difference: float
-    """Largest difference of the file's logits and distances from those of the network, over images
-    of all tasks."""
+    """Largest difference between the results of the file (logits and distances) and those of the
+    network, over images of all tasks."""
     seconds_per_image: float | None
-    """Seconds for one image with the file on this machine; None if the file contains only
+    """Seconds that the file needs for one image on this machine; None if the file contains only
     weights."""
     notes: tuple[str, ...]
 
 
 def kind_of(file: Path) -> Format:
-    """Return the format with the suffix of a file. Raises ValueError for an unknown suffix."""
+    """Return the format that belongs to the suffix of a file. Raises ValueError for an unknown
+    suffix."""
     for kind, suffix in SUFFIXES.items():
         if suffix == file.suffix.lower():
             return kind
@@ -94,14 +95,15 @@ def export(
     """Write the network of one task, or the whole memory with its router if `task` is None.
 
     A task's network maps `images` to `logits`. A memory maps `images` to `task`, `logits` and
-    `distance`. The router runs once. The network of the inferred task then continues from the
-    router's pass, at the first block that differs from the backbone; no other task network runs.
-    The file contains a description (classes, architectures, inputs and outputs); for StableHLO, the
-    description is in the file `<file>.json`. timm weights contain one task; `task` is required if
-    the memory has more than one.
+    `distance`. The router runs once. The network of the inferred task then continues the router's
+    pass at the first block that differs from the backbone; no other task network runs. The file
+    contains a description (classes, architectures, inputs and outputs). For StableHLO, the
+    description is instead in a second file, `<file>.json`. A timm file contains one task, so `task`
+    is required if the memory has more than one task.
 
-    Raises ValueError if the subject or file cannot be exported. Raises RuntimeError, without
-    writing a file, if the file's results differ from the network's by more than 1e-4.
+    Raises ValueError if `subject` cannot be exported or `file` is invalid. Raises RuntimeError,
+    without writing a file, if the results of the file differ from those of the network by more than
+    1e-4; if the largest absolute logit exceeds 1, the difference is relative to that logit.
     """
     description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
     if file.suffix != SUFFIXES[kind]:
@@ -232,14 +234,15 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
 
 
 def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float, set[int]]:
-    """Compare a file's results with the network's. Return the largest difference and the compared
-    tasks.
+    """Compare the results of a file with those of the network. Return the largest difference and
+    the compared tasks.
 
-    A memory's file is checked with images of each of its tasks, in batches and with a single image.
-    The reference results are computed by the unexported network and by the router in NumPy, which
-    are independent of the function in the file. For a task's file, which has merged experts, the
-    reference uses low-rank pairs; for a memory's file, it uses merged experts. Raises RuntimeError
-    if the difference is too large.
+    A memory's file is checked with images of each task of the memory, in batches and with a single
+    image. The reference results are computed by the unexported network and by the router in NumPy,
+    which are independent of the function in the file. For a task's file, which contains merged
+    experts, the reference network uses low-rank pairs. For a memory's file, which contains low-rank
+    pairs, the reference network uses merged experts. Raises RuntimeError if the difference is too
+    large.
     """
     graphdef, state = nnx.split(subject.vit)
     features = jax.jit(
@@ -318,11 +321,13 @@ def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
 def leading(
     subject: Subject, images: UInt8[np.ndarray, "N S S 3"], tasks: Int[np.ndarray, "N"]
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """Change each image step by step until the router infers its task in `tasks`.
+    """Change each image step by step until the router infers the intended task of the image, which
+    is in `tasks`.
 
-    Each step follows the sign of a gradient. While another task is nearer, this is the gradient of
-    the difference between the distances to the two tasks; afterwards, it is the gradient of the
-    amount by which the distance exceeds the task's threshold.
+    Each step changes the pixels against the sign of the gradient of a value. While another task is
+    nearer, this value is the difference between the distances to the two tasks. Afterwards, it is
+    the amount by which the distance to the intended task's nearest centroid exceeds the task's
+    threshold.
     """
     distances = distances_of(subject)
     to_own = to_centroids(subject)
@@ -364,7 +369,8 @@ def leading(
 
 
 class _Routing:
-    """Images for which the router infers each task, and the router's distances for these images."""
+    """Images with different inferred tasks (every task, if possible), and the router's distances
+    for these images."""
 
     def __init__(self, subject: Subject):
         candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
@@ -385,8 +391,8 @@ class _Routing:
         self.nearest = nearest[rows]
         self.beyond = beyond[rows]
         """L1 distance to the nearest task minus that task's threshold."""
-        # Mahalanobis distances can be in the thousands, so errors are relative to the largest
-        # distance of a task.
+        # Mahalanobis distances can be in the thousands, so the error of a distance is relative to
+        # the largest distance to the same task.
         self.far = np.maximum(np.abs(distance).max(axis=0), 1)
 
     def _routed(
@@ -409,7 +415,8 @@ class _Routing:
     def difference(self, images: np.ndarray, tasks: np.ndarray, distances: np.ndarray) -> float:
         """Return the largest relative error of the file's distances and of its inferred tasks.
 
-        An inferred task that differs only by rounding, at a tie or a threshold, has a small error.
+        If an inferred task differs only because of rounding at a tie or a threshold, its error is
+        small.
         """
         distance = self.distance[images]
         nearest = self.nearest[images]

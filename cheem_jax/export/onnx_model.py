@@ -1,7 +1,8 @@
-"""Convert to ONNX files with jax2onnx, and check them with onnxruntime; each weight is stored once.
+"""Convert functions to ONNX files with jax2onnx, and run the files with onnxruntime. A file
+contains each weight once.
 
 Two passes over the converted graph remove copies of weights from branches and loops. An inner graph
-(a branch or the body of a loop) can read values of the outer graph and needs no copies.
+(a branch or the body of a loop) can read values of the outer graph, so it needs no copies.
 """
 
 import importlib.metadata
@@ -111,16 +112,16 @@ def _share_weights(graph: Any) -> None:
 def _keep_outside_loops(graph: Any) -> None:
     """Let loops read constants from the outer graph.
 
-    jax2onnx passes constants from iteration to iteration, so the runtime would copy all weights for
-    each image.
+    Otherwise, the runtime would copy all weights for each image, because jax2onnx passes constants
+    from iteration to iteration.
     """
     for loop in [node for node in graph.node if node.op_type == "Loop"]:
         [body] = [attribute.g for attribute in loop.attribute if attribute.name == "body"]
         copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
         inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
         renamed, after = {}, {}
-        # The inputs of the body start with the iteration number and a condition, its outputs with a
-        # condition.
+        # The first two inputs of the body are the iteration number and a condition. Its first
+        # output is a condition.
         for carried in reversed(range(len(loop.input) - 2)):
             outer = loop.input[carried + 2]
             given = body.input[carried + 2].name
@@ -158,7 +159,7 @@ def _read(graph: Any) -> set[str]:
 
 
 def _rename(graph: Any, renamed: dict[str, str]) -> None:
-    """Rename node inputs and graph outputs, also in inner graphs."""
+    """Rename the inputs of nodes and the outputs of graphs, including inner graphs."""
     for inner in _graphs(graph):
         for node in inner.node:
             for position, name in enumerate(node.input):

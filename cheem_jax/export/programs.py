@@ -30,7 +30,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The memory to export. Raises ValueError if its precision is not float32."""
+    """The memory to export. Raises ValueError if the backbone's precision is not float32."""
 
     vit: ViT
     """Backbone in float32, with the image size of the exported file."""
@@ -41,8 +41,8 @@ class Subject:
     """Tasks in the router's order; a head has one column per class."""
     router: RouterConfig
     thresholds: tuple[float, ...] | None = None
-    """Maximum L1 distance to the nearest centroid, per task, for open-set rejection; None rejects
-    no image."""
+    """Thresholds for open-set rejection: for each task, the maximum L1 distance to the nearest
+    centroid of the task. None rejects no image."""
 
     def __post_init__(self) -> None:
         if (precision := self.vit.config.precision) != "float32":
@@ -60,8 +60,8 @@ class Artefact(NamedTuple):
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:
-    """Return the ops of a task with all low-rank pairs merged into dense experts. The network then
-    needs at most the FLOPs of the backbone."""
+    """Return the ops of a task with all low-rank pairs merged into dense experts. With these ops,
+    the network needs no more FLOPs than the backbone."""
     blocks = zip(subject.pool, subject.tasks[index].experts, strict=True)
     return [
         Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks
@@ -69,8 +69,8 @@ def dense_ops(subject: Subject, index: int) -> Ops:
 
 
 def stored_ops(subject: Subject) -> list[Ops]:
-    """Return the ops of all tasks with low-rank pairs stored separately; tasks that use the same
-    expert share its arrays.
+    """Return the ops of all tasks. Low-rank pairs are not merged into experts, and tasks that use
+    the same expert share its arrays.
 
     An adapted expert is stored as a full expert and one low-rank pair, so a file is not larger than
     the memory.
@@ -79,7 +79,7 @@ def stored_ops(subject: Subject) -> list[Ops]:
     @functools.cache
     def stored(block: int, index: int) -> Reuse | Adapt:
         """Return the op of an expert. If parents of the expert are low-rank pairs as well, all
-        pairs are concatenated to one pair, whose rank is the sum of the ranks."""
+        pairs are concatenated into one pair. Its rank is the sum of the ranks of all pairs."""
         pool = subject.pool[block]
         pairs = []
         root = index
@@ -199,8 +199,8 @@ def router_pass(
         )
     reached[depth] = x
     parts += [vit.features(x)] if until == depth else []
-    # must be consistent with `routing.join_tokens`: each part is scaled to unit length and then
-    # concatenated
+    # must be consistent with `routing.join_tokens`: if there is more than one part, each part is
+    # scaled to unit length before the concatenation
     return (
         parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
     ), reached
@@ -271,7 +271,7 @@ def _unit(features: Float[Array, "B E"]) -> Float[Array, "B E"]:
 def stablehlo(program: ImageFunction, image_size: int) -> Artefact:
     """Make a StableHLO file that contains the weights and accepts any batch size.
 
-    Later JAX versions run it on CPU, CUDA and TPU:
+    JAX, including later versions, runs the file on CPU, CUDA and TPU:
 
       content = bytearray(Path("memory.stablehlo").read_bytes())
       outputs = jax.export.deserialize(content).call(images)
@@ -287,8 +287,8 @@ def stablehlo(program: ImageFunction, image_size: int) -> Artefact:
     try:
         # otherwise, accelerators would round operands and differ from a CPU
         with jax.default_matmul_precision("highest"):
-            # a new function object, because JAX's cache for `program` can contain traces of another
-            # precision
+            # This is a new function object, because JAX's cache can contain traces of `program`
+            # with another precision.
             exported = export.export(jax.jit(lambda images: program(images)), platforms=PLATFORMS)(
                 images
             )

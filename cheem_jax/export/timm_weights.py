@@ -5,8 +5,8 @@ layers.
     model = timm.create_model(described["architecture"], **described["arguments"])
     model.load_state_dict(safetensors.torch.load_file(file))
 
-timm always runs a residual branch. For a branch that the task skips, all weights of the last layer
-are therefore zero.
+timm always runs every residual branch. If the task skips a branch, all weights of the last layer of
+this branch are therefore zero.
 """
 
 import dataclasses
@@ -89,7 +89,8 @@ def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
 
 
 def _architecture(config: ViTConfig) -> str:
-    # timm's plain ViT treats a distillation token as a register, and has only one head.
+    # Without `_distilled`, the name selects timm's plain ViT, which treats a distillation token as
+    # a register and has only one head.
     return (
         config.timm_name.split(".")[0].replace("_distilled", "")
         if config.timm_name

@@ -3,7 +3,7 @@
 memory = cheem_jax.create("pets", backbone="deit_tiny", image_size=96)
 memory.learn("photos/dogs")
 memory = cheem_jax.open("pets")          # another day, another process
-memory.learn("photos/cats")              # without the dogs
+memory.learn("photos/cats")              # the images of dogs are not needed
 memory.predict(["new.jpg"])[0].label
 """
 

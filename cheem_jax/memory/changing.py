@@ -1,4 +1,4 @@
-"""Operations on a memory directory: learn, extend or forget tasks, and complete the record."""
+"""Learn, extend and forget tasks in a memory directory, and record missing evaluations."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from cheem_jax.run.session import Session
 def read_new_tasks(
     state: MemoryState, data: Data, name: str | None, extend: str | None, progress: Progress
 ) -> tuple[Task, ...]:
-    """Read the new tasks; their names are spelled as in the memory. Raises ValueError if they do
-    not fit the memory."""
+    """Read the tasks to learn. A name that the memory already contains gets the memory's spelling.
+    Raises ValueError if the tasks do not fit the memory."""
     size = state.config.image_size
     purpose = "learn" if extend is None else "extend"
     tasks = read_tasks(data, size, progress, upright=state.config.upright, purpose=purpose)
@@ -63,7 +63,7 @@ def read_new_tasks(
 
 
 def conditions(config: MemoryConfig, engine: EngineConfig) -> dict[str, Any]:
-    """Return the conditions under which the memory learns, for the fingerprint in the record."""
+    """Return the conditions under which the memory learns; the record stores their digest."""
     names = ("backbone", "image_size", "seed", "weights_sha256", "data_sha256")
     return fingerprint.take(
         {
@@ -86,8 +86,8 @@ def learn_tasks(
     """Learn all tasks that the memory has not learned yet; yield the state after each task.
 
     `extend` is the name of a learned task, which is extended by the images of the only task in
-    `tasks`. With `discard`, an interrupted task is discarded. Raises ValueError if a name belongs
-    to other data, or if another task is interrupted.
+    `tasks`. See `resolve_interrupted` for `discard`. Raises the errors of `check_new` and
+    `resolve_interrupted`.
     """
     session.checkpoints = state.root.parent
     hashes = {task.name: fingerprint_data(task) for task in tasks}
@@ -113,15 +113,15 @@ def learn_tasks(
             session.say(f"{task.name}: learned already")
         else:
             state = learn_task(state, task, extend is not None, sha256, setup, session)
-        # The measurement can be interrupted, but the task is saved already.
+        # The state is yielded first: the task is saved, even if its measurement is interrupted.
         yield state
         measure(state, tasks, setup, session)
     setup.features.clear()
 
 
 def check_new(state: MemoryState, hashes: Mapping[str, str]) -> None:
-    """Raise ValueError if a name belongs to other data; `hashes` contains the fingerprint of each
-    new task, keyed by its name."""
+    """Raise ValueError if the memory already uses the name of a new task for other data; `hashes`
+    contains the fingerprint of each new task, keyed by its name."""
     for name, sha256 in hashes.items():
         if state.config.keeps_base and name.casefold() == BASE:
             raise ValueError(
@@ -141,10 +141,11 @@ def check_new(state: MemoryState, hashes: Mapping[str, str]) -> None:
 def resolve_interrupted(
     state: MemoryState, hashes: Mapping[str, str], discard: bool
 ) -> MemoryState:
-    """Return the state in which the new tasks can be learned. With `discard`, the interrupted task
-    is removed from it.
+    """Return a state in which the new tasks can be learned.
 
-    Raises ValueError without `discard` if the interrupted task is not the first of the new tasks.
+    If the interrupted task is the first of the new tasks, it stays in the state and resumes.
+    Otherwise, it is removed with `discard`. Raises ValueError without `discard` if there are new
+    tasks, and the first of them is not the interrupted task.
     """
     interrupted = state.interrupted
     new = [
@@ -233,8 +234,8 @@ def learn_task(
 def measure(
     state: MemoryState, tasks: Sequence[Task], setup: LearnerSetup, session: Session
 ) -> None:
-    """Add the missing evaluations to the record, one after each task; `tasks` contain the test
-    images."""
+    """Add missing evaluations to the record, which has one evaluation per learned task; `tasks`
+    contain the test images."""
     evaluated = {entry["index"] for entry in read(state.directory) if entry["event"] == "evaluated"}
     # The data of an extension can lack test images; the validation images replace them.
     available = {
@@ -244,7 +245,7 @@ def measure(
     learner = setup.learner(state.internal)
     last = len(state.names) - 1
     for index in sorted(set(range(last + 1)) - evaluated):
-        # Accuracies at the time when fewer tasks were learned can no longer be measured.
+        # Accuracies with fewer learned tasks can no longer be measured.
         learned = [
             available.get(name) if index == last else None for name in state.names[: index + 1]
         ]

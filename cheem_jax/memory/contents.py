@@ -20,7 +20,7 @@ FORMAT = "cheem_jax-memory/1"
 RUN_FORMAT = "cheem_jax-run/1"
 WEIGHTS = "backbone.safetensors"
 BASE = "base"
-"""Name of the pretraining data as a target, and of the folder with its checkpoint."""
+"""Name of the target for the pretraining data, and of the folder with the target's checkpoint."""
 SETTINGS = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
 """Settings that `cheem info` displays."""
 COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
@@ -44,10 +44,10 @@ class MemoryConfig:
     seed: int
     seeds: SeedsConfig
     keeps_base: bool
-    """Whether the classes of the pretraining data are a target as well."""
+    """Whether the memory also predicts the classes of the pretraining data."""
     base_data_sha256: str | None
-    """Fingerprint of the images of the pretraining data; None if the memory was made without
-    images."""
+    """Fingerprint of the images of the pretraining data; None if the memory was created without
+    them."""
     begun_with_sha256: str | None
     """Digest of the run whose tasks the memory started with; None if it started without tasks."""
     upright: bool
@@ -68,8 +68,8 @@ class MemoryConfig:
     replaced: tuple[int, ...] = ()
     """Former numbers of extended tasks; each extension assigns a new number to the task."""
     extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Extensions of each extended task: the fingerprint of the data, and the numbers of training
-    images and classes."""
+    """Extensions of each task, keyed by task name: the fingerprint of the data, and the numbers of
+    training images and of classes, before and after the extension."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def describe(
     lost: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Build the JSON values that `cheem info` displays; sizes are in bytes on disk."""
-    # Keyed by task number. Another process can remove folders in the meantime.
+    # Keyed by task number. A task can be absent, because another process can remove its folder.
     sizes = {number: _bytes_below(folder) for number, folder in enumerate(saved_tasks(root))}
     reports = {}
     with contextlib.suppress(OSError, ValueError):  # a corrupted record is ignored
@@ -191,7 +191,8 @@ def read_info(directory: Path) -> dict[str, Any] | None:
 
     The values are read from the record and from the metadata of the tasks. Hashes of files are
     checked, hashes of contents are not. Returns None if the memory has to be opened instead: it is
-    a run, it is empty or corrupted, another process is changing it, or its record is incomplete.
+    a run, it started with the tasks of a run, it is empty or corrupted, another process is changing
+    it, or its record is incomplete.
     Raises ValueError if the directory is neither a memory nor a run.
     """
     values = read_config(directory)
@@ -224,7 +225,7 @@ def _read_info(directory: Path, values: Mapping[str, Any]) -> dict[str, Any] | N
         choices = zip(report["architecture"], report["experts"], strict=True)
         for block, (choice, expert) in enumerate(choices):
             if choice.startswith("adapt") and pool[block][expert]["kind"] != "adapted":
-                return None  # its parent was erased after the costs were recorded
+                return None  # the expert's parent was erased after the costs were recorded
     names = {report["name"] for report in reports}
     if config.data_sha256.keys() - names or len(saved) < config.num_learned:
         return None

@@ -1,4 +1,4 @@
-"""User input: tasks to learn from and images to predict."""
+"""User input: tasks to learn or evaluate, and images to predict."""
 
 import dataclasses
 import threading
@@ -105,10 +105,10 @@ def list_images(path: Path) -> tuple[list[str], list[str]]:
 
 
 class NamedFiles(FolderFiles):
-    """Image files with arbitrary paths, and images in memory.
+    """Image files at arbitrary paths, and images that are bytes, arrays or PIL images.
 
-    Errors and predictions refer to a file by the path that the user gave, and to an image in memory
-    as `-`. Raises ValueError for other types, and for arrays other than uint8 `[H, W, 3]`.
+    Errors and predictions refer to a file by the path that the user gave, and to any other image as
+    `-`. Raises ValueError for other types, and for arrays other than uint8 `[H, W, 3]`.
     """
 
     def __init__(self, images: Sequence[ImageInput], *, upright: bool):
@@ -138,7 +138,7 @@ class NamedFiles(FolderFiles):
         """See `Encoded.picture`."""
         match image := self.images[row]:
             case Image.Image():
-                with self._loading:  # the same open file can occur more than once
+                with self._loading:  # threads can load the same open file at once
                     image.load()
                 return image
             case bytes():

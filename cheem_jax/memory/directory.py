@@ -2,15 +2,15 @@
 
     config.json                     settings, state, and the number of the valid generation
     backbone.safetensors            frozen backbone with its head and mean CLS tokens
-    base/                           router statistics of the pretraining data, if its classes are
-                                    a target
+    base/                           router statistics of the pretraining data, if their classes
+                                    are a target
     generation-0001/cheem/000-cats  one directory per task, as in a run
     metrics.jsonl                   record of the learned tasks and of accuracies
     evaluated.json                  latest accuracies, measured by `cheem evaluate`
 
 Learning a task adds a directory. Forgetting or extending a task writes a new generation next to the
-old generation, and then marks the new one as valid in `config.json`. The
-unfinished files of a killed process are removed by the next process that writes.
+old generation, and then marks the new generation as valid in `config.json`. The next process that
+writes removes the unfinished files of a killed process.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemo
     names = {(report["index"], report["name"]) for report in _reports(entries)}
     for task in config.forgetting or ():
         # An extended task has an old and a new report of the same name. After the old report is
-        # removed, the new report can get its index, and a repeated call must not remove it.
+        # removed, the new report can get its index. A repeated call must not remove the new report.
         is_recorded = not task.get("extended") or len(names) > len(memory.tasks)
         if is_recorded and (task["index"], task["name"]) in names:
             entries = without_task(entries, task["index"], task["name"])
@@ -145,8 +145,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
     If the block fails, nothing is left behind. A new directory is created by renaming the hidden
     folder. An existing directory can be a mount point, or its parent can be read-only, so the
-    hidden folder is created inside it, and `config.json` is moved last. Raises ValueError if the
-    directory is not empty, and OSError with its name if it cannot be created.
+    hidden folder is then created inside the directory, and `config.json` is moved last. Raises
+    ValueError if the directory is not empty, and OSError with its name if it cannot be created.
     """
     check_free(directory)
     directory = directory.resolve()

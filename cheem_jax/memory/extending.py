@@ -28,16 +28,16 @@ from cheem_jax.data.task import Split, Task, composed, spelled_as
 
 Statistics = Mapping[str, np.ndarray]
 SAMPLES = 20_000
-"""Number of samples over all classes of a task, at least 10 and at most 200 of each class."""
+"""Number of samples over all classes of a task. A class has at least 10 and at most 200 samples."""
 MOVE_PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)
-"""Ridge penalties, per image, of the map between the features of two networks."""
+"""Ridge penalties per image; `move_samples` selects one of them by cross-validation."""
 SHRINKAGE = 0.1
 """Fraction of the covariance of a discriminant head that is replaced by a multiple of the
 identity."""
 
 
 def label_among(learned: Sequence[str], task: Task) -> Task:
-    """Relabel the images of `task` with indices of the learned classes, followed by the new
+    """Relabel the images of `task`: its classes become the learned classes, followed by the new
     classes.
 
     Classes are matched by name. Raises ValueError if a name differs from a learned one only in
@@ -60,12 +60,12 @@ def label_among(learned: Sequence[str], task: Task) -> Task:
     classes = (*learned, *new)
     labels = np.array([classes.index(name) for name in names], np.int32)
     parts = {name: Split(split.images, labels[split.labels]) for name, split in task.splits.items()}
-    # some classes have no image, which only the purpose `measure` accepts
+    # learned classes can lack images, which only the purpose `measure` accepts
     return dataclasses.replace(task, classes=classes, **parts, purpose="measure")
 
 
 def absent_classes(task: Task, learned: TaskMemory) -> list[str]:
-    """List the learned classes without a new image.
+    """List the learned classes that have no new image.
 
     Raises ValueError if there are such classes, but no statistics that could replace their images.
     """
@@ -139,10 +139,10 @@ def move_samples(
     before: Float[np.ndarray, "N D"],
     after: Float[np.ndarray, "N D"],
 ) -> Float[np.ndarray, "S D"]:
-    """Map samples from one network's features to another's.
+    """Map samples of features of one network to features of another network.
 
-    The map is a ridge regression, fitted to the difference between the features of both networks on
-    the same images.
+    The map adds a difference that a ridge regression predicts. The regression is fitted to `before`
+    and `after`, the features of the same images in both networks.
     """
     from sklearn.linear_model import RidgeCV  # here, because importing it is slow
 
@@ -219,7 +219,7 @@ def add_statistics(old: Statistics, new: Statistics) -> dict[str, np.ndarray]:
 def add_router_statistics(
     old: TaskStatistics, new: TaskStatistics, labels: Int[np.ndarray, "N"], num_classes: int
 ) -> TaskStatistics:
-    """Combine the router's statistics of old and new images; `labels` are those of the new images.
+    """Combine the router's statistics of old and new images; `labels` belong to the new images.
 
     For `lda`, the result equals the statistics of all images at once. For `kmeans`, the centroids
     of the new images are appended.
@@ -259,9 +259,9 @@ def mix_quantiles(
 def discriminant_head(statistics: Statistics, old: Head) -> Head:
     """Compute a head by linear discriminant analysis with one covariance for all classes.
 
-    It predicts the class of the nearest mean by Mahalanobis distance. Its weights are scaled to the
-    norm of the old head's weights, so that probabilities stay similar. The first columns of the
-    new head are the classes of the old head.
+    The head predicts the class whose mean has the smallest Mahalanobis distance. Its weights are
+    scaled to the norm of the old head's weights, so that probabilities stay similar. The first
+    columns of the new head belong to the classes of the old head.
     """
     whitening = whitening_matrix(unpacked(statistics["covariance"]), SHRINKAGE)
     means = statistics["means"].astype(np.float64)

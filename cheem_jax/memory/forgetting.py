@@ -35,23 +35,22 @@ class Forgotten:
     numbers: tuple[int, ...] = ()
     """Numbers of the forgotten tasks; they are not reused."""
     removed: tuple[PoolPosition, ...] = ()
-    """Removed experts. Experts of tasks that were forgotten earlier are included if no other task
-    needed them."""
+    """Removed experts. Experts of tasks that were forgotten earlier are included if no remaining
+    task needs them."""
     in_use: tuple[RetainedExpert, ...] = ()
     """Experts that other tasks use; they remain candidates for new tasks."""
     ancestors: tuple[RetainedExpert, ...] = ()
     """Experts that stay because adapted experts descend from them; they are no longer
     candidates."""
     merged: tuple[PoolPosition, ...] = ()
-    """Adapted experts that were merged into full experts, so that their ancestors could be
-    removed."""
+    """Adapted experts that became full experts, so that their ancestors could be removed."""
 
 
 def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotten:
     """Return the memory without the named tasks.
 
-    With `erase`, adapted experts that descend from an expert of a forgotten task are merged into
-    full experts. Then only those experts of forgotten tasks stay that other tasks use directly.
+    With `erase`, adapted experts that descend from an expert of a forgotten task become full
+    experts. An expert of a forgotten task then stays only if another task uses it directly.
     Raises ValueError for unknown names.
     """
     names = tuple(check_names(names, [task.name for task in memory.tasks], "this memory"))

@@ -27,14 +27,14 @@ from cheem_jax.run.record import read
 COMMIT_TIMEOUT = 120.0
 """Timeout in seconds for a commit with files; `TIMEOUT` applies to other requests."""
 MAX_FILES = 100_000
-"""Maximum number of files of a pulled memory. A task has about 20."""
+"""Maximum number of files of a pulled memory. A task has about 20 files."""
 MAX_BYTES = 100 * 2**30
 """Maximum size of a pulled memory in bytes."""
 CARD = "README.md"
 FILES = re.compile(
     rf"(?!.*(?:^|/)\.)({NAME}|{WEIGHTS}|{RECORD}|{BASE}/.+|generation-\d{{4,}}/cheem/\d{{3,}}[-.].+)"
 )
-"""Names of a memory's files, relative to its directory; hidden files are excluded."""
+"""Pattern of the files of a memory, relative to its directory; hidden files do not match."""
 
 
 def push(
@@ -133,8 +133,8 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
 
 
 def _check_sizes(repository: str, sizes: Mapping[str, int], num_free: int) -> None:
-    """Raise ValueError if the files, given their sizes in bytes, are too many or too large for a
-    memory, or for the `num_free` bytes on the disk."""
+    """Raise ValueError if there are too many files for a memory, or if they are too large for a
+    memory or the disk. `sizes` is in bytes, keyed by file name; `num_free` bytes are free."""
     total = sum(sizes.values())
     if len(sizes) > MAX_FILES or total > MAX_BYTES:
         raise ValueError(

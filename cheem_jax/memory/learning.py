@@ -1,7 +1,7 @@
-"""Functions on the internal memory: `learn` adds a task, and `extend` learns more images of a task.
+"""Change the internal memory: `learn` adds a task, and `extend` trains a task on more images.
 
-Each task also stores quantiles of router distances for open-set prediction, the temperature of its
-class probabilities, and statistics of its classes (see `extending`).
+Both also store quantiles of the task's router distances for open-set prediction, the temperature of
+its class probabilities, and statistics of its classes (see `extending`).
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ EFFECTS = {
     "head": "the network stays as it is and has a new head",
     "network": "the fine-tuned network is used",
 }
-"""Effect of an extension, keyed by the kind of the selected candidate."""
+"""Descriptions of an extension's effect, keyed by the kind of the selected candidate."""
 
 
 class LearnerSetup(NamedTuple):
@@ -82,7 +82,7 @@ class LearnerSetup(NamedTuple):
     """Features of the frozen backbone for the router."""
 
     def learner(self, memory: InternalMemory) -> "MemoryLearner":
-        """Return a learner that continues with `memory`."""
+        """Return a learner whose internal memory is `memory`."""
         learner = MemoryLearner(*self)
         learner.memory = memory
         return learner
@@ -97,7 +97,7 @@ class LearnerSetup(NamedTuple):
 
 
 def make_setup(pretrained: Pretrained, config: MemoryConfig, engine: EngineConfig) -> LearnerSetup:
-    """Build the networks for learning in a memory."""
+    """Build the networks, settings and keys with which a memory learns."""
     networks = make_networks(pretrained, None, config.method, engine)
     base = find_base_means(
         pretrained, config.method, engine.precision, images=None, progress=Progress()
@@ -120,7 +120,7 @@ def learn(
     num = len(task.train.labels)
     seconds = expected_seconds(setup.executor, setup.config, task, session.saved)
     session.expect(seconds)
-    # The estimate is rounded to tens of seconds, because it is not more precise.
+    # The estimate is rounded up to tens of seconds, because it is not more precise.
     text = duration(10 * max(math.ceil(seconds / 10), 1))
     session.say(
         f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; "
@@ -150,7 +150,7 @@ def extend(
 ) -> tuple[InternalMemory, dict[str, Any]]:
     """Replace the task at `index` by a task that has also learned the images of `task`.
 
-    `task` has classes as returned by `label_among`, and `earlier` is the latest report of the task.
+    `task` is a result of `label_among`, and `earlier` is the latest report of the task at `index`.
     Returns the memory with the extended task as its last task, and the report. Predictions of all
     other tasks stay the same.
     """
@@ -180,7 +180,7 @@ def extend(
             " computed from means and covariance of all images is tried"
         )
     session.say(f"{name}: {reason}")
-    # fine-tuning starts with the weights of the task
+    # fine-tuning starts from the weights of the learned task
     config = dataclasses.replace(setup.config, weights="inherited")
     learner = setup._replace(config=config).learner(memory)
     report = learner.extend(task, index, num_before, session)
@@ -233,7 +233,7 @@ def describe_effect(extension: Mapping[str, Any]) -> str:
 
 
 class MemoryLearner(Cheem):
-    """CHEEM whose tasks are calibrated and can be extended."""
+    """A learner that calibrates each task, and can extend it."""
 
     always_compares = True
 
@@ -254,9 +254,9 @@ class MemoryLearner(Cheem):
 
         The copy starts with the same experts. `best_candidate` selects one of up to three
         candidates: the unchanged task (only if there are no new classes), the same network with a
-        head computed from the statistics of all classes, and the fine-tuned network. Fine-tuning
-        requires images of every learned class, and at least `num_before` images, the number of
-        earlier training images. The router then has the statistics of old and new images together
+        head computed from the statistics of all classes, and the fine-tuned network. `outnumbers`
+        returns whether fine-tuning is a candidate; `num_before` is the number of earlier training
+        images. In every case, the router's statistics of old and new images are combined
         (`add_router_statistics`).
         """
         before = self.memory.tasks[index]
@@ -289,7 +289,8 @@ class MemoryLearner(Cheem):
         )
         params = {(block, chosen[block]): params for block, params in experts.items()}
         fitting = SupernetFit(supernet, supernet.start_from(params, head))
-        if "finetune" not in learning.underway.fits:  # a rolling checkpoint cannot be empty
+        # without this state, a rolling checkpoint could have no arrays
+        if "finetune" not in learning.underway.fits:
             learning.underway.keep("finetune", fitting)
 
         def version(fitting: SupernetFit) -> Version:
@@ -397,7 +398,7 @@ class MemoryLearner(Cheem):
 
 
 class Version(NamedTuple):
-    """A version of the network of an extended task, and its features of the new images."""
+    """A version of an extended task's network, and the features that it computes."""
 
     pool: Pool
     experts: tuple[int | None, ...]

@@ -1,4 +1,4 @@
-"""Create a memory, create one from the tasks of a run, or open one."""
+"""Create a memory, without tasks or with the tasks of a run, and open a memory or a run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -59,20 +59,21 @@ def create(
     engine: EngineConfig = ENGINE,
     progress: Progress | None = None,
 ) -> OpenMemory:
-    """Create a memory without tasks in a new or empty folder. If that fails, nothing is left
-    behind.
+    """Create a memory without tasks in a new or empty folder. If an error is raised, nothing is
+    left behind.
 
     Args:
         weights: file or folder of the backbone's weights; see `load_pretrained`.
         preset: settings of CHEEM. With `auto`, the number of epochs depends on the task (see
             `cheem.config.auto`). `paper` decodes images as stored; other presets rotate them by
             their EXIF orientation.
-        method: settings that replace those of the preset.
+        method: settings of CHEEM that replace the settings of the preset.
         augment: augment training images randomly.
-        base_data: images of the pretraining data in a form that `learn` accepts. They are used for
-            the similarity of tasks.
+        base_data: images of the pretraining data, in a form that `learn` accepts. CHEEM computes
+            the similarity of a task to the pretraining data from their mean CLS tokens.
         keep_base: also predict the classes of the pretraining data.
-        base_classes: names of these classes; by default, the folder names of `base_data`.
+        base_classes: names of the classes that `keep_base` adds; by default, the folder names of
+            `base_data`.
 
     Raises:
         ValueError: settings contradict each other.
@@ -138,7 +139,7 @@ def _base_target(
     pretrained: Pretrained,
     engine: EngineConfig,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays and the metadata of the pretraining data as a target."""
+    """Return arrays and metadata of the checkpoint that makes the pretraining data a target."""
     num = pretrained.config.num_classes
     if names is None:
         is_named = len(task.classes) == num
@@ -204,8 +205,8 @@ def begin_with(
     means_sha256 = find_base_means(
         source.pretrained, method, source.engine.precision, images=None, progress=Progress()
     ).means_sha256
-    # A run that measured the means recorded a hash of its images. The means depend on the hardware,
-    # so such a run accepts any means in the weights.
+    # A run that measured the means itself recorded only a hash of the images, because measured
+    # means depend on the hardware. For such a run, any means in the weights are accepted.
     is_same = (
         means_sha256 is not None
         if values.get("base_data_sha256")
@@ -258,11 +259,12 @@ def open_memory(
     Args:
         weights: weights of a run; by default, the weights that the run used. A memory contains its
             weights and accepts only identical ones.
-        usable: open a corrupted memory with its intact tasks; `lost` contains the reason for each
-            other task.
+        usable: open a corrupted memory with its intact tasks only. `OpenMemory.lost` then contains
+            the error of each other task.
 
     Raises:
-        ValueError: a file is corrupted, missing or of another format, or the weights differ.
+        ValueError: a file is corrupted, missing or of another format, or the weights are not those
+            of the memory or the run.
     """
     directory = absolute(directory)
     values = read_config(directory)
@@ -292,7 +294,7 @@ def _check_same_weights(
 ) -> None:
     given = load_pretrained(config.backbone, weights=file)
     means, given_means = stored.base_means, given.base_means
-    # the hash of bundled weights is the hash of the converted file
+    # for bundled weights, `weights_sha256` is the hash of the bundled file
     if config.weights_sha256 not in (given.sha256, hash_file(file)):
         expected = f"SHA-256 {config.weights_sha256[:12]}"
         actual = given.sha256[:12]
@@ -352,7 +354,7 @@ def _read_run(
 
 
 def _describe(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
-    """Return the first entry of the record."""
+    """Return the first entry of a new memory's record."""
     return {
         "method": "cheem",
         "backbone": config.backbone,

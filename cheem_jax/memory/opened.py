@@ -76,8 +76,8 @@ def predict_images(
 class OpenMemory:
     """An open memory directory, or a finished run of CHEEM that can only predict.
 
-    Only `refresh`, `learn` and `forget` read the directory again. One process at a time can write,
-    and any number of processes can predict.
+    Only `refresh`, `tidy`, `learn` and `forget` read the tasks again. One process at a time can
+    write, and any number of processes can predict.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class OpenMemory:
         usable: bool,
     ):
         self.lost: dict[str, str] | None = {} if usable else None
-        """The reason why a task cannot be used, keyed by its folder. None unless the memory was
-        opened with `usable`."""
+        """Reasons why tasks cannot be used, keyed by the folder of the task. None unless the memory
+        was opened with `usable`."""
         self.is_run = is_run
         self.pretrained = pretrained
         self.engine = engine
@@ -195,7 +195,7 @@ class OpenMemory:
         combination of arguments.
 
         Args:
-            task: the true task of all images. The router is not used then.
+            task: name of the true task of all images. If it is set, the router is not used.
             memory_gb: size of the cache of merged experts in GiB (2^30 bytes); by default, the
                 budget of the engine. Predictions do not depend on it.
             batch_sizes, top, open_set: see `Predictor`.
@@ -248,8 +248,8 @@ class OpenMemory:
     ) -> list[TaskScore]:
         """Score predictions on labelled images of learned tasks; tasks are matched by name.
 
-        If the data are one task, `task` can name the learned task. Raises the errors of
-        `score_task`.
+        If the data are one task, `task` can be the name of a learned task, and the name of the data
+        is ignored. Raises the errors of `score_task`.
         """
         predictor = self.predictor(open_set=open_set)
         return [
@@ -265,7 +265,7 @@ class OpenMemory:
         split: str = "test",
         task: str | None = None,
     ) -> OpenSetScore:
-        """Score the rejection of unknown images at all rates of `open_set` (`score_open_set`)."""
+        """Score the rejection of unknown images at all thresholds; see `score_open_set`."""
         labelled = read_labelled(self.state, data, split, task)
         return score_open_set(labelled, split, unknown, self.predictor())
 
@@ -314,16 +314,16 @@ class OpenMemory:
         save_every: float | None = None,
         discard_unfinished: bool = False,
     ) -> tuple[TaskInfo, ...]:
-        """Learn tasks one after another from their own images. Data that were already learned are
-        skipped.
+        """Learn tasks one after another, each from its images alone. Data that were already learned
+        are skipped.
 
         A killed call resumes when it is repeated with the same data. Ctrl-C raises Stopped after
         the current step. Raises ValueError for a run, and the errors of `learn_tasks`.
 
         Args:
             name: name of the task, if the data are one task.
-            extend: name of a learned task, which learns the images in addition; they can belong to
-                its classes or to new classes.
+            extend: name of a learned task that also learns these images. The images can belong to
+                classes of this task or to new classes.
             save_every: seconds between rolling checkpoints; see `Session`.
             discard_unfinished: discard an interrupted task instead of finishing it first.
         """

@@ -1,4 +1,4 @@
-"""Predict the task of an image, and its class within that task, with all tasks of a memory."""
+"""Predict the task of an image among all tasks of a memory, and its class within that task."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -90,7 +90,7 @@ class ArrayPredictions(NamedTuple):
     logits: list[Float[np.ndarray, "C"]]
     """Logits of the inferred target's classes; empty without a target."""
     distances: Float[np.ndarray, "N T"]
-    """Distance of the router to each target."""
+    """The router's distance between each image and each target."""
 
 
 class Predictor:
@@ -103,9 +103,10 @@ class Predictor:
         networks: networks of the targets; their experts are merged on first use.
         batch_sizes: numbers of images per call for which functions are compiled.
         top: number of classes per prediction.
-        open_set: expected share of a target's own images that are rejected as foreign. The
-            rejection threshold is the corresponding quantile of the distances of its validation
-            images. None rejects no image, as in the paper.
+        open_set: expected share of a target's own images that are rejected as foreign. An image
+            is rejected if its distance to the nearest target is above the (1 - `open_set`) quantile
+            of the distances of that target's validation images. None rejects no image, as in the
+            paper.
         upright: whether image files are rotated by their EXIF orientation.
     """
 
@@ -137,7 +138,7 @@ class Predictor:
         self.upright = upright
         statistics = tuple(target.router_statistics for target in targets)
         self.router = Router(router, statistics)
-        # further tasks do not change this distance, so the thresholds stay valid
+        # distances of this router do not depend on other tasks, so the thresholds stay valid
         self.open_set_router = self.router if router.kind == "kmeans" else Router(PAPER, statistics)
         self.thresholds: Float[np.ndarray, "T"] | None = None
         if open_set is not None:
@@ -233,7 +234,7 @@ class Predictor:
         for start in range(0, num, self.batch_sizes[-1]):
             part = images[start : start + self.batch_sizes[-1]]
             rows = slice(start, start + len(part))
-            # the smallest batch size that contains this part
+            # the smallest batch size into which this part fits
             inference = self._inference[next(n for n in self.batch_sizes if n >= len(part))]
 
             def route(tokens: np.ndarray, rows: slice = rows) -> np.ndarray:
@@ -276,10 +277,11 @@ class Predictor:
         return distances[np.arange(len(nearest)), nearest]
 
     def rejection_scores(self, images: Images) -> Float[np.ndarray, "N"]:
-        """Compute the score by which `open_set` rejects each image: the share of its nearest
-        target's validation images that are nearer to this target than the image.
+        """Compute the open-set score of each image: the share of the nearest target's validation
+        images that are nearer to this target than the image.
 
-        Raises ValueError if a target was not calibrated.
+        `open_set` rejects images with high scores. Raises ValueError if a target was not
+        calibrated.
         """
         quantiles = self._quantiles
         if not len(images):
@@ -320,7 +322,7 @@ class FilePrediction(NamedTuple):
 
 
 def predict_files(predictor: Predictor, files: Sequence[ImageInput]) -> Iterator[FilePrediction]:
-    """Predict files in order; the next files are decoded at the same time. Raises the errors of
+    """Predict files in order, and decode the next files at the same time. Raises the errors of
     `NamedFiles`."""
     # small pieces, so that the first predictions appear early
     size = 2 * predictor.batch_sizes[-1]

@@ -1,4 +1,4 @@
-"""Accuracies of a memory on labelled images of learned tasks, and its rejection of other images."""
+"""Measure accuracies of a memory on images of its tasks, and how well it rejects other images."""
 
 import time
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ def score_task(
 ) -> TaskScore:
     """Score the predictions for one split of a task; classes are matched by name.
 
-    If the data have no test split, `test` means all images; if the task was learned from these
-    data, it means the images that were held out. Raises ValueError if the split has no images, and
-    for classes that the task has not learned.
+    If the data have no test split, the split `test` consists of the images that were held out when
+    the task was learned from these data, or of all images if it was learned from other data. Raises
+    ValueError if the split has no images, and for classes that the task has not learned.
 
     Args:
         predictor: predictor of all tasks.
@@ -70,7 +70,7 @@ def score_task(
         for chosen, logits, own_logits in answers:
             label = next(labels)
             routed.append(bool(chosen == index))
-            # labels are classes of this target; logits of other targets do not count
+            # a label is a class of this target; logits of other targets do not count
             right.append(routed[-1] and _predicts(logits, label))
             right_given.append(_predicts(own_logits, label))
             confidence.append(class_probabilities(own_logits, target).max())
@@ -86,8 +86,8 @@ def score_task(
 
 
 def parts_of(task: Task, split: str, *, is_learned: bool) -> tuple[list[Split], str]:
-    """Return the parts of a task with the images of a split, and a description of these images with
-    `{}` in place of their number. Arguments and errors are those of `score_task`."""
+    """Return the parts of a task that contain the images of `split`, and a description of these
+    images with `{}` in place of their number. Arguments and errors are those of `score_task`."""
     parts = [task.splits[split]]
     text = "the {} " + f"{split} images"
     if split == "test" and "test" in task.cut:
@@ -103,13 +103,13 @@ def parts_of(task: Task, split: str, *, is_learned: bool) -> tuple[list[Split], 
 
 
 class OpenSetScore(NamedTuple):
-    """Metrics of how well the score behind `open_set` separates unknown images from images of the
+    """Metrics of how well `Predictor.rejection_scores` separates unknown images from images of the
     memory's tasks."""
 
     auroc: float
     """Area under the ROC curve, in [0, 1]; 0.5 is chance."""
     fpr95: float
-    """Share of unknown images that are accepted if 95 % of the known images are."""
+    """Share of unknown images that are accepted if 95 % of the known images are accepted."""
     num_known: int
     num_unknown: int
 
@@ -120,8 +120,8 @@ def read_labelled(
     """Read labelled images of learned tasks; return the learned name of each task, its images, and
     whether it was learned from these data.
 
-    `task` is the learned name if the data are one task. Raises ValueError for an unknown split, and
-    for tasks that the memory lacks.
+    If the data are one task, `task` can be the name of the learned task. Raises ValueError for an
+    unknown split, and for tasks that the memory lacks.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
@@ -142,9 +142,9 @@ def score_open_set(
     unknown: str | Path | Sequence[ImageInput],
     predictor: Predictor,
 ) -> OpenSetScore:
-    """Score the rejection of `unknown` images, in a folder or given one by one, against the images
-    of a split of labelled tasks.
+    """Score how well unknown images are separated from images of the tasks in `labelled`.
 
+    `unknown` is a folder or a sequence of images, and `split` selects the images of the tasks.
     Raises ValueError for a target without calibrated distances, for a folder without images, and
     for images that cannot be read.
     """

@@ -92,7 +92,7 @@ class MemoryState:
     def replace(
         self, after: InternalMemory, forgetting: Sequence[Mapping[str, Any]], **changes: Any
     ) -> "MemoryState":
-        """Write the next generation, make it valid, and remove the old one.
+        """Write `after` as the next generation, make it valid, and remove the old generation.
 
         `forgetting` contains the tasks to remove from the record, by descending index.
         """

@@ -69,8 +69,8 @@ class Difference(NamedTuple):
 
 
 def timeless(value: Any) -> Any:
-    """Return an entry, or results, without the values that describe the circumstances of the
-    run."""
+    """Return an entry of a record, or the results of a run, without the values that describe the
+    circumstances of the run."""
     if isinstance(value, Mapping):
         return {key: timeless(item) for key, item in value.items() if key not in CIRCUMSTANCES}
     return [timeless(item) for item in value] if isinstance(value, list | tuple) else value
@@ -87,7 +87,7 @@ def differences(first: Path, second: Path) -> Iterator[Difference]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read the config in a run directory. Raises ValueError if there is none."""
+    """Read the config in a run directory. Raises ValueError if the directory has no config."""
     if not (directory / NAME).exists():
         raise ValueError(
             f"{str(directory)!r} is not a run directory (it has no {NAME}); give the value of a"
@@ -130,7 +130,7 @@ def _different(subject: str, leaf: Leaf) -> Difference:
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:
     """Return the entries of a record in order, keyed by subject. If a subject is repeated, a number
-    is appended.
+    is appended to the key.
 
     Entries that contain only circumstances are omitted, such as the entry of a process that resumed
     the run.

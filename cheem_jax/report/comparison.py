@@ -78,8 +78,8 @@ def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
 
 
 def measure(run: Mapping[str, Any], name: str) -> float | None:
-    """Return a measure of a run; None if the run lacks it. Upper bounds have no task-agnostic
-    accuracy."""
+    """Return a measure of a run; None if the run lacks it. Upper bounds lack the measures in
+    `AGNOSTIC`, and no single run has `fom`."""
     if name.startswith("flops_"):
         return run["flops"][name.removeprefix("flops_")]
     is_bound = run["method"] in UPPER_BOUNDS
@@ -127,7 +127,8 @@ def comparison_grid(
     rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> Grid:
     """Make the table of a comparison. `titles` contains the displayed name for each key of
-    `runs_by_method`; `rows` is the result of `comparison`, which is computed if it is None."""
+    `runs_by_method`. `rows` is the result of `comparison`; if it is None, `comparison` is
+    called."""
     rows = comparison(runs_by_method) if rows is None else rows
     first = next(iter(runs_by_method.values()))[0]
     several = any(row["runs"] > 1 for row in rows)

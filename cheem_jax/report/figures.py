@@ -32,7 +32,7 @@ curve (MOST_CELLS)."""
 LONGEST_NAME = 28
 EMPTY, FRAME = "#f4f4f4", "#dcdcdc"
 COLUMNS, ROWS = 10, 8
-"""Maximum number of images in a row, and of rows, of a contact sheet."""
+"""Maximum number of images per row, and maximum number of rows, in a contact sheet."""
 MOST_OF_CLASS, MOST_OF_TASK = 8, 5
 """Maximum number of images per class in a contact sheet, and per task in the figure of a stream."""
 SIDE = 112
@@ -62,10 +62,11 @@ def write_figures(directory: Path, results: Results) -> Path:
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
-    """Write a figure of the target networks: each row is a task, except for the base in the first
-    row, and each column is a block.
+    """Write a figure of the target networks. The first row is the base, each other row is a task,
+    and each column is a block.
 
-    The colour of a cell is the op of the block, and its text is the task that added the expert.
+    The colour of a cell shows the op of the block, and the text in the cell is the task that added
+    the expert.
     """
     pool = results["pool"]
     shown = spread(len(results["tasks"]), MOST_ROWS)
@@ -171,8 +172,8 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
 
 
 def accuracy_curve(results: Results, file: Path) -> None:
-    """Write the accuracy over the test images of all tasks so far, after each task, with the task
-    ID inferred and given."""
+    """Write a figure of the accuracy over the test images of all tasks so far, after each task. One
+    curve is with the task ID inferred, the other with the task ID given."""
     names = _labels(results)
     figure = Figure(figsize=(max(0.5 * min(len(names), MOST_CELLS), 4) + 2, 4), dpi=DPI)
     figure.set_layout_engine("constrained")
@@ -254,9 +255,9 @@ def contact_sheet(
     *,
     title: str,
 ) -> None:
-    """Write example images of each class, with the name of the class below them.
+    """Write example images of each class, with the name of the class below its images.
 
-    If there are more than COLUMNS * ROWS classes, evenly spaced ones are displayed.
+    If there are more than COLUMNS * ROWS classes, evenly spaced classes are selected.
     """
     chosen = spread(len(classes), COLUMNS * ROWS)
     groups = [(classes[label], images[labels == label]) for label in chosen]
@@ -264,8 +265,8 @@ def contact_sheet(
 
 
 def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
-    """Write example images of each task in learning order, with its name and its numbers of classes
-    and images below them."""
+    """Write example images of each task, in learning order. The text below the images of a task is
+    the name of the task and its numbers of classes and images."""
     groups = [
         (
             (

@@ -31,8 +31,8 @@ MEMORY = "a memory, not a run of an experiment"
 
 
 MOST_RANK = 64
-"""Largest rank of LoRA-CL in the presets and in the selection on validation images. Runs with
-larger ranks are references, so tables display their rank."""
+"""Largest rank of LoRA-CL in the presets, and in the grid of ranks that the experiments select from
+on validation images. Runs with larger ranks are references, so tables display their rank."""
 
 
 class RunRecord(NamedTuple):
@@ -67,10 +67,10 @@ class Recorded(NamedTuple):
     begin: dict[str, Any]
     """The `run` entry with data, command and conditions; empty if the record cannot be read."""
     reports: list[dict[str, Any]]
-    """The report of each task in learning order, for the method of the run; empty if the record
-    cannot be read."""
+    """The reports of the run's method, one per task in learning order; empty if the record cannot
+    be read."""
     trouble: str = ""
-    """The reason why the record cannot be read; empty if it can."""
+    """The reason why the record cannot be read; empty if the record can be read."""
 
 
 LeftOut = list[tuple[Path, str]]
@@ -220,7 +220,8 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_variant(run: RunRecord) -> str:
     """Describe the settings of a run that differ from its method's defaults: the placement, CHEEM's
-    settings that an ablation changes, and the router. Empty if all are defaults."""
+    settings that an ablation changes, LoRA-CL's settings, and the router. The text is empty if no
+    setting differs."""
     results = run.results
     parts = []
     settings = run.config.get(run.results["method"], {})
@@ -240,7 +241,8 @@ def describe_variant(run: RunRecord) -> str:
 
 
 def _unusual(cheem: Mapping[str, Any]) -> list[str]:
-    """List the settings of CHEEM that an ablation changes and that differ from the paper's."""
+    """List the settings of CHEEM that an ablation changes, if their values differ from the
+    paper's."""
     parts = [cheem["sampling"]] if cheem.get("sampling", "hee") != "hee" else []
     parts += [f"without {kind}" for kind in cheem.get("remove", ())]
     parts += ["inherited weights"] if cheem.get("weights", "initial") != "initial" else []
@@ -250,7 +252,7 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     if epsilons != (0.3, 0.5):
         parts.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
     if cheem.get("score") == "closed_form":
-        parts.append("closed-form score")  # the closed-form score has no tolerance
+        parts.append("closed-form score")  # the preset with this score has tolerance 0
     elif (tolerance := search.get("tolerance", 0.02)) != 0.02:
         parts.append(f"tau {tolerance:g}")
     return parts
@@ -259,8 +261,8 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
 def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], str]:
     """Name each order of tasks, keyed by stream and task names.
 
-    `default` is the benchmark's default order, or else the most frequent order of the stream.
-    Further orders have their name in the benchmark, `reversed`, or a number.
+    `default` is the benchmark's default order, or else the most frequent order of the stream. Each
+    other order has the name that the benchmark defines for it, or else `reversed` or a number.
     """
     benchmark_names = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
     benchmark_names["vdd", tuple(VDD.split())] = "default"
@@ -292,8 +294,8 @@ def measurements(results: Mapping[str, Any]) -> dict[tuple[str, str], float | No
     """Return the measurements of a run, keyed by measure and task. Accuracies and forgetting are in
     percent, FLOPs are in GFLOPs per image, `hours` are per task, and `seconds` are in total.
 
-    The task in a key is empty for a mean over tasks. For the duration of a phase, it is the name of
-    the phase.
+    The second item of a key is the name of the task. For a mean over tasks, this item is empty; for
+    the duration of a phase, it is the name of the phase.
     """
     key = accuracy_key(results["method"])
     is_bound = key == "local_accuracy"

@@ -41,8 +41,8 @@ class Grid(NamedTuple):
         return sum(max(map(len, [*column.split("\n"), *rest])) + 2 for column, *rest in cells)
 
     def to_rich(self) -> rich.table.Table:
-        """Make a table for the terminal. If it exceeds 80 characters, columns are separated by one
-        blank less."""
+        """Make a table for the terminal. If the table is wider than 80 characters, columns are
+        separated by one blank instead of two."""
         gap = 1 if self.width <= 80 else 0  # the box adds one blank
         table = rich.table.Table(
             title=Text(self.title),
@@ -75,7 +75,7 @@ class Grid(NamedTuple):
     def to_markdown(self) -> str:
         """Format the table as Markdown, without the title and caption.
 
-        HTML, links and images in the cells become text; cells can be bold.
+        HTML, links and images in the cells are displayed as plain text, but bold text stays bold.
         """
         aligns = ["---" if index < self.num_left else "---:" for index in range(len(self.columns))]
         rows = ([*map(_escape, row)] for row in (self.heads, *self.rows))

@@ -102,8 +102,8 @@ def _format_tasks(num: int) -> str:
 
 
 def averages(snapshot: Snapshot) -> list[str]:
-    """Return the averages over the learned tasks as text. If a task was not measured after the last
-    task, return the average accuracy right after learning."""
+    """Return the averages over the learned tasks as texts. If a task was not measured after the
+    last task was learned, the only average is the accuracy right after learning."""
     results = snapshot.results
     if not results:
         return []
@@ -123,8 +123,8 @@ def averages(snapshot: Snapshot) -> list[str]:
 
 
 def _doing(snapshot: Snapshot) -> Doing | None:
-    """Return the current phase, or the last phase of a killed process. None if the status is from
-    an earlier process."""
+    """Return the current phase, or the last phase if the process was killed. Return None if the run
+    is finished, or if the status is from an earlier process."""
     doing, owner = snapshot.status, snapshot.owner
     if doing is None or snapshot.is_finished:
         return None
@@ -167,8 +167,8 @@ def _seconds_left(snapshot: Snapshot) -> float | None:
 
 
 def _pace(snapshot: Snapshot, doing: Doing) -> list[str]:
-    """Return the processed images of the phase, its speed and the remaining time; for a killed run,
-    the time of its last status."""
+    """Return the number of processed images of the phase, the speed and the remaining time as
+    texts. For a killed run, return the number and the time since the last status."""
     counted = f"{doing.done:,} of {doing.total:,} images"
     if snapshot.owner is None:
         return [counted, f"last update {duration(snapshot.time - doing.time)} ago"]

@@ -14,7 +14,7 @@ from cheem_jax.run.record import read_object
 from cheem_jax.run.results import Results, averages, num_tested
 
 FORGOTTEN = "forgotten"
-"""Origin of an expert of a forgotten task."""
+"""Value of an expert's `origin` if the task that added the expert was forgotten."""
 MARK = "†"
 """Mark of a forgotten task in table cells."""
 ROUTED_TO_FORGOTTEN = (
@@ -75,7 +75,7 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     """Replace the last row of a memory's results by the latest accuracies, and update its averages.
 
     Forgetting is the drop from the highest accuracy since the task was learned. In the routing
-    matrix, a replaced row contains only the share of the right task.
+    matrix, a replaced row contains only the share of images with the right task ID.
     """
     names = [task["name"] for task in results["tasks"]]
     if not measured or not set(measured) & set(names):
@@ -123,8 +123,8 @@ def is_memory(config: Any) -> bool:
 
 
 def like_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a memory's configuration with the layout of a run's: CHEEM's settings have the key
-    `cheem`. The configuration of a run is returned as it is."""
+    """Return a memory's configuration in the layout of a run's configuration, in which CHEEM's
+    settings have the key `cheem`. The configuration of a run is returned as it is."""
     if not is_memory(config):
         return dict(config)
     return {"cheem" if key == "method" else key: value for key, value in config.items()}
@@ -140,8 +140,8 @@ def num_forgotten(config: Mapping[str, Any]) -> int:
 
 
 def interrupted_work(config: Mapping[str, Any], directory: Path) -> str:
-    """Describe the interrupted work of a memory and the command that finishes it; empty if there is
-    none."""
+    """Describe the interrupted work of a memory, or that it has no task yet, with the command that
+    continues. The text is empty if nothing is interrupted and the memory has a task."""
     if forgetting := config.get("forgetting"):
         names = ", ".join(repr(task["name"]) for task in forgetting)
         return (
@@ -162,8 +162,8 @@ def unmeasured(results: Results) -> list[int]:
 
 
 def routed_to_forgotten(results: Results) -> bool:
-    """Return whether a row of the routing lacks images because the task that they were routed to
-    was forgotten."""
+    """Return whether a complete row of the routing matrix adds up to less than 1. The other images
+    were routed to a task that was forgotten since."""
     rows = [row for row in results.get("routing") or [] if None not in row]
     return any(sum(row) < 1 - 1e-6 for row in rows)
 
@@ -182,8 +182,8 @@ def origin_name(origin: int | str) -> str:
 
 
 def cell_text(choice: Choice, block: Sequence[Mapping[str, Any]]) -> str:
-    """Format the choice of a block: the origin of its expert, with `+Δ` if the expert is
-    adapted."""
+    """Format the choice of a block: `new` or `skip`, or else the origin of the reused or adapted
+    expert, with `+Δ` if the expert is adapted."""
     if choice.expert is None:
         return choice.kind
     return origin_name(block[choice.expert]["origin"]) + ("+Δ" if choice.kind == "adapt" else "")

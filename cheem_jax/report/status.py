@@ -1,5 +1,5 @@
-"""The state of a run or a memory as seen by another process: its files, current phase and
-process."""
+"""The state of a run or a memory, as another process reads it from the directory: the files, the
+current phase and the process that works on the run."""
 
 import functools
 import os
@@ -40,15 +40,16 @@ def read_status(directory: Path) -> Doing | None:
     """Read the last status of a run; None if it is missing or cannot be read."""
     try:
         return Doing(**read_object(directory / STATUS_FILE))
-    except TypeError:  # written by another version
+    except TypeError:  # the status is missing, or another version wrote it
         return None
 
 
 def read_owner(directory: Path) -> Owner | None:
     """Find the process that works on the run; None if there is none.
 
-    The lock is not acquired, because a run that starts at the same moment would then fail to
-    acquire it. A process of another machine counts as alive until it removes its file.
+    This function does not acquire the lock, because a run that starts at the same moment would then
+    fail to acquire it. A process on another machine counts as alive until it removes its owner
+    file.
     """
     read = read_object(directory / OWNER)
     try:
@@ -59,8 +60,8 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def _lives(pid: int, since: float) -> bool:
-    """Return whether the process `pid` is alive and started before `since`; process IDs are
-    reused."""
+    """Return whether the process `pid` is alive and started before `since`. A process that started
+    later is a different process with a reused ID."""
     try:
         os.kill(pid, 0)
     except PermissionError:  # the process belongs to another user
@@ -135,7 +136,7 @@ class Snapshot(NamedTuple):
 
 
 def read_snapshot(directory: Path, now: float) -> Snapshot:
-    """Read the directory of a run or a memory. Raises ValueError if it is neither."""
+    """Read the directory of a run or a memory. Raises ValueError if the directory is neither."""
     if not directory.is_dir():
         raise ValueError(
             f"folder {str(directory)!r} does not exist; a run creates its folder when it starts;"
@@ -175,8 +176,8 @@ def read_snapshot(directory: Path, now: float) -> Snapshot:
 def _read_results(
     directory: Path, size: int, changed: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
-    """Read the entries and results of a record, and its errors. The result is cached until `size`
-    or `changed` (modification time) of the record changes."""
+    """Read a record; return its entries, the results, and sentences about errors. The return value
+    is cached until `size` or `changed` (modification time) of the record changes."""
     entries = []
     results = {}
     try:

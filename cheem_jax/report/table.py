@@ -77,8 +77,8 @@ IMAGES_COUNT = (
 
 
 def method_grid(results: Results) -> Grid:
-    """Make the table with one row for the run's method and each of its baselines and upper
-    bounds."""
+    """Make the table with one row for the run's method, and one row for each baseline and each
+    upper bound of the run."""
     names = (
         "average_accuracy",
         "last_accuracy",
@@ -215,11 +215,11 @@ def setting_rows(results: Results) -> list[tuple[str, str]]:
 
 
 def fom_line(results: Results) -> str:
-    """Describe CHEEM's figure of merit relative to each baseline, and the gaps of both to the upper
-    bound in percentage points.
+    """Describe CHEEM's figure of merit relative to each baseline. Also describe the gaps of CHEEM
+    and of the baseline to the upper bound, in percentage points.
 
-    An undefined figure of merit is displayed as a dash. Returns an empty text without an upper
-    bound.
+    An undefined figure of merit is displayed as a dash. The text is empty if the results have no
+    upper bound.
     """
     fom, others = results.get("fom") or {}, results.get("references") or {}
     upper = others.get("full_finetune", {}).get("average_accuracy")
@@ -242,8 +242,8 @@ def letters(architecture: Sequence[str]) -> str:
 
 
 def accuracy_key(method: str) -> str:
-    """Return the key of a method's accuracies in the results; upper bounds are given the task
-    ID."""
+    """Return the key of a method's accuracies in the results. Upper bounds have only accuracies
+    with the task ID given."""
     return "local_accuracy" if method in UPPER_BOUNDS else "accuracy"
 
 

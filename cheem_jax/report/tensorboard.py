@@ -1,4 +1,4 @@
-"""TensorBoard event files of a run, from its record: scalars, and images of architectures."""
+"""TensorBoard event files, made from the record of a run: scalars, and images of architectures."""
 
 import datetime
 from collections import defaultdict
@@ -23,8 +23,8 @@ def check_installed() -> None:
 
 def write_events(directory: Path) -> Path:
     """Write the events of each method to `tensorboard/METHOD/NAME` and return the folder
-    `tensorboard`. The files are written again completely. For a record that has grown, their
-    earlier bytes stay the same, as if events were appended."""
+    `tensorboard`. Each call writes the files completely. If the record has grown since an earlier
+    call, the new files begin with the bytes of the earlier files, as if events were appended."""
     check_installed()
     from tensorboardX import RecordWriter, summary  # pyright: ignore[reportMissingImports]
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (generated on import)

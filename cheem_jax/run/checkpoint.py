@@ -113,8 +113,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
 
 
 def _remove_for_good(partial: Path) -> None:
-    """Remove the files of a failed save. Its threads can still write for a short time, so the
-    removal is repeated."""
+    """Remove the files of a failed save. The threads of the save can still write for a short time,
+    so the removal is repeated."""
     until = time.monotonic() + 0.3
     times_absent = 0
     while times_absent < 3 and time.monotonic() < until:
@@ -125,8 +125,8 @@ def _remove_for_good(partial: Path) -> None:
 
 @functools.cache
 def _checkpointer(num_processes: int, process: int) -> Any:
-    """Make an Orbax checkpointer that never waits for other processes of a job; it need not,
-    because each process has all arrays.
+    """Make an Orbax checkpointer that never waits for other processes of a job. Waiting is
+    unnecessary, because each process has all arrays.
 
     The checkpointer is cached, because making one is slower than reading a small task.
     """
@@ -163,8 +163,8 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_task(directory: Path) -> dict[str, Any]:
-    """Load the metadata of a task, and compare its files with the hashes in the manifest. Raises
-    the errors of `load_task`.
+    """Load the metadata of a task, and compare the files of its checkpoint with the hashes in the
+    manifest. Raises the errors of `load_task`.
 
     The arrays are not parsed, so the content hash is not compared.
     """
@@ -183,7 +183,7 @@ def _check_files(directory: Path, files: Mapping[str, str]) -> None:
 
 
 def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Load tasks one after another; stop yielding at the first corrupted one.
+    """Load tasks one after another; stop yielding at the first corrupted task.
 
     If a task is corrupted, the remaining tasks are checked as well. A single ValueError then lists
     all corrupted tasks.

@@ -88,8 +88,9 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 def hold(directory: Path) -> Iterator[None]:
     """Lock a directory for this process, and create it if it does not exist.
 
-    Processes that only read need no lock. Raises ValueError with the process that has locked the
-    directory. The system releases the lock when the process ends.
+    Processes that only read need no lock. Raises ValueError if another process has locked the
+    directory; the message identifies that process. The system releases the lock when the process
+    ends.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)

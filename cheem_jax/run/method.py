@@ -46,12 +46,13 @@ class Method(Protocol):
         ...
 
     def save(self, root: Path) -> None:
-        """Save the last task in `root`, read it back, and continue with the arrays from disk."""
+        """Save the last learned task in `root`, read the checkpoint back, and continue with the
+        arrays from disk."""
         ...
 
     def open(self, root: Path) -> None:
-        """Load all checkpoints in `root`. Called before the first task is learned. Raises
-        ValueError if a checkpoint is corrupted."""
+        """Load all checkpoints in `root`. This method is called before the first task is learned.
+        Raises ValueError if a checkpoint is corrupted."""
         ...
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:

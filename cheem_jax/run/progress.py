@@ -78,7 +78,8 @@ class Progress:
     def phase(
         self, phase: str, *, task: str, total: int, unit: str = "images"
     ) -> Iterator[Advance]:
-        """Display a phase of a task; `total` is the number of `unit` in the phase.
+        """Display a phase of a task; `total` is the number of images in the phase, or of the items
+        that `unit` names.
 
         Exceptions pass through, including KeyboardInterrupt.
         """
@@ -158,7 +159,7 @@ class Doing(NamedTuple):
 class Status:
     """The status file of a run. As a context manager, it removes the file at the end.
 
-    With `writes=False`, this process writes nothing, because another process of the job writes.
+    Only one process of a job writes the file; with `writes=False`, this process writes nothing.
     """
 
     def __init__(
@@ -184,8 +185,8 @@ class Status:
     def phase(
         self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
     ) -> Iterator[Advance]:
-        """Display the phase `shown`, and write its progress to the status file; `total` is its
-        number of images."""
+        """Display the phase `shown`, and write the progress of the phase to the status file;
+        `total` is the number of images in the phase."""
         start = self.clock()
         done = 0
         noted = ""

@@ -55,11 +55,11 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class Record:
-    """The record of a run directory, open for appending. Opening it removes an incomplete last
-    line.
+    """The record of a run directory, open for appending. Opening the record removes an incomplete
+    last line.
 
-    Each new line contains `fingerprint`. With `writes=False`, this process changes nothing, because
-    another process of the job writes.
+    Each new line contains `fingerprint`, if it is not None. Only one process of a job writes the
+    record; with `writes=False`, this process changes nothing.
     """
 
     def __init__(self, directory: Path, fingerprint: str | None = None, *, writes: bool = True):

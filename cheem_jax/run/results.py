@@ -25,7 +25,7 @@ def accuracies(
     predictions: Mapping[int, Inferred], tasks: Mapping[int, Task], num: int
 ) -> dict[str, Any]:
     """Compute the accuracy of a method on each of `num` tasks, both task-agnostic and with the task
-    ID given, and its routing confusion.
+    ID given, and the routing confusion of the method.
 
     `predictions` and `tasks` are keyed by task index; the predictions must be made with the task ID
     given.
@@ -196,8 +196,9 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
 
 
 def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return two matrices `[T, T]`: task-agnostic accuracy and accuracy with the task ID given,
-    after learning each task (row) on each task (column). Values that were not measured are NaN."""
+    """Return two matrices `[T, T]`: task-agnostic accuracy, and accuracy with the task ID given.
+    Row i contains the accuracies after task i is learned; column j is the evaluated task. Values
+    that were not measured are NaN."""
     accuracy, local = np.full((2, len(evaluated), len(evaluated)), np.nan)
     for i, entry in enumerate(evaluated):
         measured = entry["methods"][method]
@@ -214,19 +215,20 @@ def num_tested(tasks: Sequence[Entry]) -> np.ndarray:
 def curve_of(
     rows: Sequence[Sequence[float | None]], tasks: Sequence[Entry]
 ) -> Float[np.ndarray, " T"]:
-    """Compute `metrics.accuracy_curve` from an accuracy matrix of the results and their tasks."""
+    """Compute `metrics.accuracy_curve` from `rows`, an accuracy matrix in the results, and `tasks`,
+    the entries of the tasks in the results."""
     return metrics.accuracy_curve(metrics.matrix_from_json(rows), num_tested(tasks))
 
 
 def averages(
     accuracy: np.ndarray, local: np.ndarray, num_images: np.ndarray
 ) -> dict[str, float | None]:
-    """Average the accuracies and the forgetting; `num_images` contains the numbers of test images,
-    as in `metrics.accuracy_curve`.
+    """Average the accuracies and the forgetting; `num_images` contains the number of test images of
+    each task, as in `metrics.accuracy_curve`.
 
-    Average accuracy is the mean over tasks after the last task. Last accuracy and average
-    incremental accuracy are the last value and the mean of `metrics.accuracy_curve`. An average is
-    None if the memory was evaluated without images of earlier tasks.
+    Average accuracy is the mean over tasks after the last task is learned. Last accuracy is the
+    last value of `metrics.accuracy_curve`; average incremental accuracy is the mean of this curve.
+    An average is None if the memory was evaluated without images of earlier tasks.
     """
     means: dict[str, float | None] = {}
     for prefix, matrix in (("", accuracy), ("local_", local)):
@@ -261,8 +263,8 @@ def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
 
 
 def _upper_bound(entries: Sequence[Entry], num_images: np.ndarray) -> dict[str, Any] | None:
-    """Combine the upper bounds of all tasks, which are evaluated on `num_images` images; None until
-    all tasks are measured."""
+    """Combine the upper bounds of all tasks; `num_images` contains the number of evaluated images
+    of each task. Returns None until all tasks are measured."""
     num_tasks = len(num_images)
     if len(entries) < num_tasks:
         return None

@@ -83,8 +83,8 @@ class Rolling:
         """Read the newest intact rolling checkpoint of a task. If there is none, remove all rolling
         checkpoints and return None.
 
-        Raises OSError or MemoryError if a checkpoint cannot be read at present, because it might be
-        intact.
+        Raises OSError or MemoryError if a checkpoint cannot be read at present. In this case, no
+        checkpoint is removed, because the unread checkpoint might be intact.
         """
         saved = hosts.together(lambda: self._newest(task, say))
         hosts.check_equal(

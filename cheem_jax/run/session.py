@@ -53,7 +53,7 @@ class Session:
         """Folder with the checkpoints of all methods; None means `checkpoints` in the run
         directory."""
         self.saved: Saved | None = None
-        """State of the task as saved by an earlier process; None if there is none."""
+        """State of the task that an earlier process saved; None if no state was saved."""
         self.saving_seconds = 0.0
         """Seconds spent on saving rolling checkpoints of the task."""
         self._record = record
@@ -95,15 +95,16 @@ class Session:
             self.say(f"{task}: resuming from its rolling checkpoint")
 
     def finish(self) -> None:
-        """Remove the rolling checkpoint of the task; call it after the task is saved completely."""
+        """Remove the rolling checkpoint of the task. Call this method after the task is saved
+        completely."""
         if self._rolling is not None:
             self._rolling.clear()
         self.saved = None
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase of the task, including those in earlier processes. Inner phases
-        count towards the outermost phase."""
+        """Seconds of each phase of the task, including seconds in earlier processes. The seconds of
+        an inner phase count towards the outermost phase."""
         if self._outermost is None:
             return dict(self._seconds)
         name, start = self._outermost
@@ -122,7 +123,8 @@ class Session:
         finished images.
 
         Each report saves a rolling checkpoint if one is due, and raises Stopped if a signal
-        requested it. The processes of a job agree on both at every `CALLS_BETWEEN`-th report.
+        requested a stop. The processes of a job make both decisions together, at every
+        `CALLS_BETWEEN`-th report.
 
         Args:
             name: name of the phase.
@@ -137,13 +139,13 @@ class Session:
             def advance(num_images: int, note: str = "", /) -> None:
                 if hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0:
                     self._save_or_stop(name, state)
-                # display last, because it raises an error if the reader of a pipe has ended
+                # this call is last, because it raises an error if the reader of a pipe has ended
                 display(num_images, note)
 
             yield advance
 
     def check_stop(self) -> None:
-        """Raise Stopped if a signal requested it in any process of the job."""
+        """Raise Stopped if a signal requested a stop in any process of the job."""
         if hosts.agree_to_stop(self.stop):
             raise self.stop.stopped("all learned tasks are saved")
 

@@ -1,8 +1,9 @@
 """The training loop of CHEEM and all baselines: epochs, order of the images, learning rates and
 losses.
 
-Each method provides its optimizer step and its batches. PRNG keys and orders are functions of the
-position, so a resumed phase has the same result as an uninterrupted one.
+Each method provides its optimizer step and its batches. PRNG keys and orders of the images are
+functions of the position in the phase, so a resumed phase has the same result as an uninterrupted
+phase.
 """
 
 import functools
@@ -23,8 +24,8 @@ from cheem_jax.engine.layout import ONE, Layout
 S = TypeVar("S")
 B = TypeVar("B")
 TrainStep = Callable[[S, Sequence[B], Sequence[float]], tuple[S, Sequence[jax.Array]]]
-"""Function from the state, the batches and the learning rate of each batch to the next state and
-the loss of each batch before its step."""
+"""Function that maps the state, the batches and the learning rate of each batch to the next state
+and the loss of each batch. The loss is computed before the step of the batch."""
 
 NOTE_EVERY = 8
 """Number of steps between two reads of the loss; a read waits for the device."""
@@ -84,13 +85,13 @@ def fit(
         batch_size: number of images per batch.
         config: epochs, learning rate and reaction to non-finite losses.
         order_key: key of the random order of the images.
-        advance: called after each call of `step` with its number of images.
+        advance: called with the number of trained images after each call of `step`.
         steps_per_call: number of batches per call of `step`.
         layout: placement of the batches on the devices.
         on_step: called with state and progress before each call of `advance`, so that a rolling
             checkpoint can store them.
         on_epoch: called after each epoch; returns the state for the next epoch.
-        describe: `describe(epoch, step)` is added to the error for a non-finite step.
+        describe: `describe(epoch, step)` returns text for the error message of a non-finite step.
 
     Raises FloatingPointError if a loss or gradient is non-finite, unless `config` skips such steps
     and another step of the epoch is finite.
@@ -116,7 +117,7 @@ def fit(
                 step=progress.step + len(losses), running=[*progress.running, *losses]
             )
             # With more than one step per call, the latest losses are not ready, and waiting for
-            # them would idle the device.
+            # them would leave the device idle.
             recent = losses if len(losses) == 1 else earlier
             if recent and call % look_every == 0:
                 note = f"epoch {epoch + 1}/{config.epochs} loss {float(recent[-1]):.3f}"

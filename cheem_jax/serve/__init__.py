@@ -1,4 +1,5 @@
-"""A server that predicts over HTTP, with a page that displays the op of each block (extra `serve`).
+"""A server that predicts over HTTP, with a page that displays the op of each block. The server
+requires the extra `serve`.
 
 This module contains only the limits of requests, so importing it does not require the packages of
 the extra.

@@ -38,18 +38,18 @@ SENTENCES = {
 TEMPLATE = Path(__file__).with_name("page.html")
 ANY_HOST = "*"
 MORE_CONNECTIONS = 512
-"""Number of connections in addition to the waiting images: idle connections, and requests that are
-about to be refused."""
+"""Number of connections that the server allows in addition to `max_queue`, for idle connections and
+for requests that will be refused."""
 
 
 def make_app(
     predictor: Predictor, limits: Limits, hosts: Sequence[str] = (ANY_HOST,), *, name: str = ""
 ) -> Starlette:
-    """Make the application; its `state.service` predicts.
+    """Make the application. Its `state.service` is the `Service` that predicts.
 
     Requests for hosts other than `hosts` are refused. Otherwise, a page of another origin could
-    reach a loopback address through a DNS name that it controls (DNS rebinding). The page displays
-    `name`.
+    reach a loopback address through a DNS name that the owner of that page controls (DNS
+    rebinding). `name` is the name of the memory, which the start page displays.
     """
     service = Service(predictor, limits, PATHS)
     html, headers = page()
@@ -115,7 +115,7 @@ def make_app(
         """Count a request with its status and duration, and forbid browsers to guess the content
         type."""
         start = time.perf_counter()
-        status = 500  # if no handler accepts the exception
+        status = 500  # the status if no handler accepts the exception
         try:
             host = host_in(request.headers.get("host", ""))
             is_known = ANY_HOST in hosts or host in hosts
@@ -146,8 +146,8 @@ def make_app(
 
 
 def page() -> tuple[str, dict[str, str]]:
-    """Return the page and its headers. The page requests `/memory`; it loads nothing from other
-    hosts and sends nothing to them."""
+    """Return the HTML of the start page, and its HTTP headers. The page requests `/memory`; it
+    loads nothing from other hosts and sends nothing to them."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
     html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
     policy = (
@@ -164,8 +164,8 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def _csp_hash(element: str, html: str) -> str:
-    """Return the hash expression with which a content security policy allows the only script or
-    style of the page."""
+    """Return the hash expression that allows the content of `element` in the page's content
+    security policy. `element` is `script` or `style`; the page has exactly one of each."""
     [text] = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
@@ -179,7 +179,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, OverflowError, UnicodeError) as error:
-        # Python appends the address to the message of some errors
+        # Python appends the address to some messages, so use the system's text for the error number
         number = (
             error.errno
             if isinstance(error, OSError) and not isinstance(error, socket.gaierror)
@@ -193,7 +193,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def server_url(listening: socket.socket) -> str:
-    """Return the URL of the page."""
+    """Return the URL of the start page."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -201,8 +201,8 @@ def server_url(listening: socket.socket) -> str:
 def host_names(listening: socket.socket, host: str, public: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the host names of this server: its addresses and `public`.
 
-    If other machines can reach the server and `public` is empty, every name is accepted. Raises
-    ValueError for a public name that is not a host name.
+    If other machines can reach the server and `public` is empty, the result is `(ANY_HOST,)`, which
+    accepts every name. Raises ValueError for a public name that is not a host name.
     """
     if wrong := next(
         (name for name in public if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.A | re.I)),
@@ -225,7 +225,7 @@ def host_in(header: str) -> str:
 
 
 def unknown_host(host: str) -> Refused:
-    """Make the error for a request with another host name."""
+    """Make the error for a request whose Host header is not a host name of this server."""
     return Refused(
         400,
         "unknown_host",
@@ -235,8 +235,8 @@ def unknown_host(host: str) -> Refused:
 
 
 def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
-    """Make a server for this process. After a signal, its `run(sockets=[...])` finishes the current
-    requests."""
+    """Make a server for this process. After a signal, the server's `run(sockets=[...])` finishes
+    the current requests before it ends."""
     seconds = math.ceil(limits.timeout_s)
     return uvicorn.Server(
         uvicorn.Config(

@@ -27,10 +27,11 @@ Waiting = tuple[np.ndarray, asyncio.Future[Prediction]]
 log = logging.getLogger(__name__)
 FORM = "multipart/form-data"
 RAW = ("application/octet-stream", "application/x-www-form-urlencoded")
-"""Content types of a single image; the second is curl's default."""
+"""Content types of a body that is a single image, in addition to `image/*` and a missing type. The
+second is curl's default."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
-"""Bucket bounds of metrics, in images and in seconds."""
+"""Bucket bounds of the histograms: `BATCH_SIZES` in images, and `SECONDS` in seconds."""
 
 
 class Refused(HTTPException):
@@ -94,25 +95,26 @@ class Metrics:
 
 
 class Service:
-    """Predictions of a memory; images of different clients can share a batch."""
+    """A service that predicts images with a memory. Images of different clients can share a
+    batch."""
 
     def __init__(self, predictor: Predictor, limits: Limits, paths: tuple[str, ...]):
         self.predictor, self.limits = predictor, limits
         self.num_images = 0
-        """Number of images in the server without a prediction."""
+        """Number of images in the server that have no prediction yet."""
         self.metrics = Metrics(paths, lambda: self.num_images)
         self.is_warm = False
         self.failure: Exception | None = None
         """The error that ended the warm-up."""
         self.on_warm: Callable[[], object] = lambda: None
-        """Function that is called once, after the warm-up or its failure."""
+        """Function that is called once, after the warm-up has succeeded or failed."""
         self._decoders = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "cheem-decode")
         self._thread = ThreadPoolExecutor(1, "cheem-predict")
         self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Warm up, and predict until the context ends."""
+        """Warm up, and predict the waiting images until the context ends."""
         tasks = [asyncio.create_task(self._warm_up()), asyncio.create_task(self._answer_batches())]
         try:
             yield
@@ -136,8 +138,8 @@ class Service:
 
     @contextlib.contextmanager
     def _places(self, num: int) -> Iterator[None]:
-        """Reserve places in the queue for `num` more images. Raises Refused (429) if there are not
-        enough."""
+        """While the context is active, reserve places in the queue for `num` more images. Raises
+        Refused (429) if fewer than `num` places are free."""
         if self.num_images + num > self.limits.max_queue:
             raise Refused(
                 429,
@@ -152,8 +154,8 @@ class Service:
             self.num_images -= num
 
     async def answer(self, request: Request) -> list[FilePrediction]:
-        """Predict the images in the body. If there are more than one, an image that cannot be read
-        gets an error as its prediction.
+        """Predict the images in the body of a request. If the body contains more than one image,
+        the prediction of an unreadable image is an error.
 
         Raises Refused if no prediction is possible.
         """
@@ -208,7 +210,8 @@ class Service:
         return list(map(FilePrediction, names, await asyncio.gather(*answers)))
 
     async def _answer_batches(self) -> None:
-        """Collect images for `batch_wait_ms` and predict them in one call, until cancelled.
+        """Until cancelled, collect images for at most `batch_wait_ms`, and predict the collected
+        images in one call.
 
         Images of requests that have ended are skipped.
         """
@@ -253,7 +256,8 @@ class _FormInMemory(MultiPartParser):
 
 
 def check_head(request: Request, limits: Limits) -> None:
-    """Raise Refused for a large body or an unsupported content type, before the body is read."""
+    """Before the body is read, raise Refused if its declared size is too large or its content type
+    is not supported."""
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > limits.max_body_bytes:
         raise _too_large(limits)
@@ -292,7 +296,7 @@ def decode(
     except (
         Image.DecompressionBombError,
         Image.DecompressionBombWarning,
-    ):  # raised if warnings are errors
+    ):  # Pillow raises the warning if Python treats warnings as errors
         num = max_pixels + 1
         text = "so many pixels are"
     except Exception:  # `decode_image` below raises an error with the reason

@@ -34,8 +34,8 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 Reader = Callable[[], bytes]
 KeyOf = Callable[[str], str | None]
-"""Function from the name of an archive's member to the key of its image; None if it is not an image
-of the data set."""
+"""Function that returns the key of an image, given the name of a member of an archive. It returns
+None if the member is not an image of the data set."""
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
@@ -44,7 +44,8 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
 
     `path` is a folder, zip, tar or tar.gz. A tar.gz inside of a folder or zip is replaced by its
     files. In a folder, names start with the folder's name, as in an archive of the folder. Raises
-    FileNotFoundError, or ValueError with the name of a corrupted, truncated or huge archive.
+    FileNotFoundError if `path` does not exist, and ValueError with the name of a corrupted,
+    truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
@@ -75,7 +76,7 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
         _Unpacked(file, most) if is_packed else contextlib.nullcontext(file) as unpacked,
         tarfile.open(fileobj=unpacked, mode="r:") as archive,
     ):
-        # tarfile accepts an archive without its end
+        # tarfile accepts an archive whose end is missing
         if not is_complete:
             raise ValueError("it does not end with a block of zeros")
         for number, member in enumerate(archive, start=1):
@@ -93,15 +94,15 @@ def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Rea
 
 
 class _Unpacked(gzip.GzipFile):
-    """A gzip file that raises ValueError if more than `most` bytes are unpacked in total, or more
-    bytes at once than a member is allowed to have."""
+    """A gzip file that raises ValueError if more than `most` bytes are unpacked in total, or if one
+    call reads more bytes than a member is allowed to have."""
 
     def __init__(self, file: io.BufferedIOBase, most: int):
         super().__init__(fileobj=file, mode="rb")
         self.most = most
 
     def read(self, size: int | None = -1) -> bytes:
-        # tarfile reads long names, whose size is in a header, without a check
+        # tarfile reads a long name without checking its size, which is from a header
         if size is not None and (reason := too_large(size)):
             raise ValueError(reason)
         data = super().read(size)
@@ -136,15 +137,15 @@ def _named(where: str) -> Iterator[None]:
 
 
 class MissingArchive(FileNotFoundError):
-    """An archive does not exist, in contrast to an archive with incomplete content."""
+    """An archive does not exist. Archives with incomplete content raise other errors."""
 
 
 def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
     """For each tuple of names, return the first path that exists in `place`; folders are preferred
     to archives.
 
-    The official archive is the first name of a tuple. Raises MissingArchive with the names of all
-    missing archives.
+    The first name of a tuple is the name of the official archive. Raises MissingArchive with the
+    names of all missing archives.
     """
     existing = [[place / name for name in names if (place / name).exists()] for names in needed]
     if missing := [
@@ -158,7 +159,7 @@ def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
 
 def read_files(path: Path, *names: str) -> list[bytes]:
     """Read small files, identified by the end of their names, from a folder or archive. If `path`
-    is the file itself, read it."""
+    is a single file and not an archive, read that file."""
     if path.is_file() and path.suffix.lower() not in ARCHIVE_SUFFIXES:
         return [FolderFiles(path.parent, [path.name]).read(0)]
     contents: dict[str, bytes] = {}
@@ -187,7 +188,7 @@ def text_lines(data: bytes, where: str) -> list[str]:
 def label_keys(
     rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str
 ) -> dict[str, int]:
-    """Return the label of each image, keyed by image; `rows` contains pairs of key and class.
+    """Return the labels, keyed by image key; `rows` contains pairs of image key and class.
 
     Raises ValueError for an unknown class, a repeated key, or a class without images.
     """
@@ -234,7 +235,7 @@ class LabelledImage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The images of one split: an archive, and the label of each key."""
+    """The images of one split: an archive or folder, and the label of each image key."""
 
     path: Path
     key_of: KeyOf

@@ -7,8 +7,8 @@ inconsistent lists, and absent images.
 
 `cars196`, `sun397`, `eurosat` and `caltech101` have the names, versions and features of TFDS's
 builders, so it does not matter which builder prepared them. TFDS does not have the other data sets
-in these versions. No builder is registered, because a second class with the same name would clash;
-`prepare_from_folder` creates them.
+in these versions. No builder is registered with TFDS, because a second class with the same name
+would clash; `prepare_from_folder` creates each builder when it is needed.
 """
 
 import csv
@@ -69,8 +69,8 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
     """Read FGVC-Aircraft with its variants as classes and the splits train, validation and test.
     Keys are seven digits with `.jpg`.
 
-    `cut_strip` removes the lowest 20 pixels and re-encodes images as JPEG of quality 95. Without
-    it, the files are not re-encoded.
+    `cut_strip` removes the lowest 20 rows of pixels and re-encodes images as JPEG of quality 95.
+    Without `cut_strip`, the files are not re-encoded.
     """
     [path] = locate(place, ("fgvc-aircraft-2013b.tar.gz", "fgvc-aircraft-2013b"))
     lists = {"train": "train", "validation": "val", "test": "test"}
@@ -97,7 +97,7 @@ def read_gtsrb(place: Path) -> Reading:
     """Read GTSRB with the splits train and test. Keys are `<class>/<track>_<frame>.ppm` in train
     and `<number>.ppm` in test. Images are re-encoded as PNG.
 
-    Train is the archive of 26,640 images (`GTSRB-Training_fixed.zip`).
+    The train split is the archive of 26,640 images (`GTSRB-Training_fixed.zip`).
     """
     train, test, truth = locate(
         place,
@@ -154,8 +154,8 @@ def read_cars(place: Path) -> Reading:
 
 
 def read_sun397(place: Path) -> Reading:
-    """Read the first official partition of SUN397 with the splits train and test. Keys, such as
-    `/a/abbey/sun_x.jpg`, and classes are those of the official lists.
+    """Read the first official partition of SUN397 with the splits train and test. Keys (such as
+    `/a/abbey/sun_x.jpg`) and classes are those of the official lists.
 
     Some files named .jpg are PNG, BMP or GIF; they are not re-encoded.
     """
@@ -204,8 +204,8 @@ def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
 
 
 def read_cub200(place: Path) -> Reading:
-    """Read CUB-200-2011 with its official train and test splits, or PILOT's copy, whose folders are
-    the splits. Keys are `<class folder>/<file>`."""
+    """Read CUB-200-2011 with its official train and test splits, or PILOT's copy, which has one
+    folder per split. Keys are `<class folder>/<file>`."""
     [path] = locate(place, BY_NAME["cub200"].archives[0].names)
     if not path.name.startswith("CUB_200_2011"):
         return _read_train_and_test(path)
@@ -225,8 +225,9 @@ def read_cub200(place: Path) -> Reading:
 
 
 def read_imagenet_variant(place: Path, *, name: str) -> Reading:
-    """Read ImageNet-R or ImageNet-A (`name` is `imagenet-r` or `imagenet-a`): PILOT's copy, whose
-    folders are the splits, or the official archive without splits. Keys are `<WordNet ID>/<file>`.
+    """Read ImageNet-R or ImageNet-A (`name` is `imagenet-r` or `imagenet-a`): PILOT's copy, which
+    has one folder per split, or the official archive without splits. Keys are `<WordNet
+    ID>/<file>`.
 
     In the official archive, ceil(n / 5) of the n images become the test split, in proportion to the
     sizes of the classes.
@@ -248,7 +249,7 @@ def read_imagenet_variant(place: Path, *, name: str) -> Reading:
 
 
 def read_pilot(place: Path, *, name: str) -> Reading:
-    """Read a data set that PILOT provides, whose folders are the splits. Keys are `<class
+    """Read a data set that PILOT provides, with one folder per split. Keys are `<class
     folder>/<file>`."""
     [path] = locate(place, (f"{name}.zip", name))
     return _read_train_and_test(path)
@@ -302,7 +303,7 @@ def _car_labels(data: bytes, where: str, num_classes: int) -> dict[str, int]:
 
 
 def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int) -> bytes:
-    """Convert an image to another format, without its lowest `cut` rows."""
+    """Convert an image to another format, without its lowest `cut` rows of pixels."""
     buffer = io.BytesIO()
     with opened(data, name) as image:
         if image.height <= cut:
@@ -340,13 +341,13 @@ def read_variable(data: bytes, name: str, where: str) -> list[Any]:
 
 
 class DataSet(NamedTuple):
-    """Reader and features of a data set; further facts are in `table`."""
+    """Reader and features of a data set; further facts are in the module `table`."""
 
     read: Callable[[Path], Reading]
     key: str
     """Name of the feature that contains the key of an example."""
     text: Callable[[PurePosixPath], str] = str
-    """Function from a key to the text that TFDS's builder stores."""
+    """Function that converts a key to the text that TFDS's builder stores."""
     image_shape: tuple[int | None, int | None, int] = (None, None, 3)
     more: str = ""
     """Text appended to the description."""
@@ -365,7 +366,7 @@ DATA_SETS = {
     "cars196": DataSet(read_cars, "id", _stem),
     "sun397/standard-part1-120k": DataSet(read_sun397, "file_name"),
     "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
-    # TFDS's builder samples 30 images of each class for train; this one has a single split
+    # TFDS's builder samples 30 images of each class for train; this library's builder has one split
     "caltech101": DataSet(read_caltech101, "image/file_name", _name),
     "cub200": DataSet(read_cub200, "file_name"),
     "imagenet_r": DataSet(functools.partial(read_imagenet_variant, name="imagenet-r"), "file_name"),
@@ -379,7 +380,7 @@ DATA_SETS = {
 def prepare_from_folder(
     name: str, data_dir: Path, place: Path, on_progress: OnProgress = lambda num: None
 ) -> Path:
-    """Prepare a data set of `DATA_SETS` from the files in `place`. It is written to
+    """Prepare a data set of `DATA_SETS` from the files in `place`. The data set is written to
     `<data_dir>/<name>[/<config>]/<version>`.
 
     If the data set is already prepared, `place` is not read. An error leaves nothing that looks
@@ -448,7 +449,7 @@ def prepare_from_folder(
     downloads = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
     tfds.disable_progress_bar()  # `on_progress` reports the progress
     try:
-        # TFDS creates folders for downloads even if there are none
+        # TFDS creates folders for downloads even if nothing is downloaded
         with tempfile.TemporaryDirectory() as unused:
             builder.download_and_prepare(
                 file_format="array_record", download_config=downloads, download_dir=unused

@@ -1,8 +1,8 @@
-"""Download archives over HTTP: requests transfers and retries, pooch verifies the hash and renames
-the file.
+"""Download archives over HTTP. The library `requests` transfers the bytes and retries; `pooch`
+verifies the hash and renames the file.
 
-pooch alone would restart after a broken connection; this module resumes, because archives can have
-several GB. The known hash detects a file that was joined from two versions.
+`pooch` alone would restart after a broken connection. This module resumes instead, because archives
+can have several GB. The known hash detects a file whose parts are from different versions.
 """
 
 import functools
@@ -22,9 +22,10 @@ from cheem_jax.data.decode import OnProgress
 TIMEOUT = 30.0
 """Seconds without data after which an attempt fails."""
 RETRIES = 4
-"""Number of consecutive failed attempts after which the download fails."""
+"""Number of consecutive failed attempts that are retried; one more failure ends the download."""
 BACKOFF = 1.0
-"""Seconds of the first pause between attempts; each further pause is twice as long."""
+"""Factor of the pauses between attempts. urllib3 retries the first time without a pause, and pauses
+for BACKOFF * 2^(n - 1) seconds before the n-th retry."""
 MAX_PAUSE = 120
 """Maximum pause in seconds that a server can request (Retry-After)."""
 CHUNK_BYTES = 2**16
@@ -38,10 +39,10 @@ def download(
     """Download `url` to `file`, which must not exist; `known_hash` is a SHA-256, or `md5:` followed
     by an MD5.
 
-    Received bytes stay in `<file>.part`, and a later call resumes there. Only one process at a time
-    can download a file. `on_progress` counts bytes; the number is negative if bytes have to be
-    downloaded again. Raises ValueError if the hash differs, and OSError if the file cannot be
-    downloaded or written. In both cases, `file` does not exist.
+    Received bytes stay in `<file>.part`, and a later call resumes after them. Only one process at a
+    time is allowed to download a file. `on_progress` counts bytes; the number is negative if bytes
+    have to be downloaded again. Raises ValueError if the hash differs, and OSError if the file
+    cannot be downloaded or written. In both cases, `file` does not exist.
     """
     part = file.with_name(f"{file.name}.part")
     transfer: Any = functools.partial(_transfer, part, on_progress)
@@ -90,7 +91,7 @@ def _transfer(part: Path, on_progress: OnProgress, url: str, output_file: str, _
 
 
 def _receive(response: requests.Response, part: Path, on_progress: OnProgress) -> None:
-    """Write received bytes to `part`. Raises the errors of requests if the connection breaks."""
+    """Write received bytes to `part`. Raises the errors of `requests` if the connection breaks."""
     offset = _num_bytes(part)
     content_range = response.headers.get("Content-Range", "")
     if response.status_code == 416 and content_range == f"bytes */{offset}":

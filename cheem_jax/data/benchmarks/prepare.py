@@ -1,7 +1,7 @@
 """Prepare the data sets of a benchmark, and plan its tasks with the paper's splits.
 
-All files are in one data folder, which is also TFDS's: prepared data sets in
-`<name>[/<config>]/<version>`, and their archives in `downloads/manual`.
+All files are in one data folder, which TFDS also uses. Prepared data sets are in
+`<name>[/<config>]/<version>`, and their archives are in `downloads/manual`.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepare
 from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[OnProgress]]
-"""Function that opens a phase of work, given the phase, the task, and the amount (bytes of
-archives, otherwise images)."""
+"""Function that opens a phase of work, given the name of the phase, the task, and the amount of
+work (bytes for archives, images for other work)."""
 
 
 class Preparation(NamedTuple):
@@ -36,7 +36,7 @@ class Preparation(NamedTuple):
     state: Literal["ready", "archives", "missing"]
     advice: str
     num_bytes: int
-    """Size on disk."""
+    """Size in bytes of the prepared data set or, if it is not prepared, of its archives."""
 
 
 def manual_dir(data_dir: Path) -> Path:
@@ -87,7 +87,7 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
     Raises ValueError or OSError with a hint; existing data stay unchanged.
     """
     task = BY_NAME[name]
-    # Only one process at a time prepares in a data folder, because tasks share archives.
+    # Only one process at a time prepares data sets in a data folder, because tasks share archives.
     lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
     Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as alone:
@@ -138,7 +138,7 @@ def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> No
 
     Raises ValueError for an archive whose hash differs from the published one.
     """
-    # needs libraries of the extra `datasets`
+    # imported here, because this module needs libraries of the extra `datasets`
     from cheem_jax.data.benchmarks.download import download
 
     for archive in archives:
@@ -191,7 +191,7 @@ def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
 def prepare_stock(spec: str, data_dir: Path) -> Path:
     """Prepare a data set with TFDS's own builder, in a format that can be read without TensorFlow.
 
-    Raw files with their registered names are read from `downloads/manual` in the data folder.
+    Raw files in `downloads/manual` of the data folder are used if they have their registered names.
     Raises ValueError with TFDS's reason.
     """
     tfds = import_tfds()
@@ -284,7 +284,8 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             "num_classes": task.num_classes,
             "sha256": plan.split_sha256,
         }
-        # a read-only data folder has no record, but the record of the run contains the hash as well
+        # a read-only data folder cannot store this record, but the record of the run contains the
+        # hash as well
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(record, indent=1) + "\n")

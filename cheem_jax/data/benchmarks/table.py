@@ -23,7 +23,7 @@ class Counts(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """An archive of a data set. If there is no `url`, the user has to provide it."""
+    """An archive of a data set. If `url` is None, the user has to provide the archive."""
 
     file: str
     hash: str = ""
@@ -42,8 +42,8 @@ class Archive(NamedTuple):
 
 Rule = Literal["official", "val", "test and val", "decathlon"]
 """Rule for cutting missing splits from train. `official` cuts nothing, `val` cuts ceil(0.1 n)
-images for validation, `test and val` first cuts ceil(0.3 n) for test, and `decathlon` cuts
-floor(0.1 n) for validation."""
+images for validation, `test and val` first cuts ceil(0.3 n) images for test and then applies `val`
+to the rest, and `decathlon` cuts floor(0.1 n) images for validation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BenchmarkTask:
 
     name: str
     builder: str
-    """TFDS name, with its config."""
+    """Name of the data set in TFDS, with its config."""
     version: str
     num_classes: int
     rule: Rule
@@ -72,7 +72,8 @@ class BenchmarkTask:
     class_names: tuple[str, ...] = ()
     """Class names in label order, if the archives do not contain them."""
     needs_tensorflow: bool = True
-    """Whether TFDS's builder needs TensorFlow. Not used if this library has a builder."""
+    """Whether TFDS's builder needs TensorFlow. Ignored if this library has a builder for the data
+    set."""
     by_hand: str = ""
     """Reason why the user has to provide some archives."""
     description: str = ""
@@ -120,7 +121,7 @@ PROTOCOLS = {
     name: Protocol(table["data_set"], ClassSplit.of(table))
     for name, table in _FACTS["protocols"].items()
 }
-"""Protocols of class-incremental learning by name. Their settings are those of PILOT."""
+"""Protocols of class-incremental learning, keyed by name. Their settings are those of PILOT."""
 
 
 def task_order(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
@@ -134,8 +135,8 @@ def task_order(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...
 
 
 def task_names(benchmark: Benchmark | Literal["cil"]) -> tuple[str, ...]:
-    """Return the names of all tasks of a benchmark, or the data sets of the protocols for `cil`.
-    The ten tasks of VDD include ImageNet, the pretraining data."""
+    """Return the names of all tasks of a benchmark or, for `cil`, of the data sets of the
+    protocols. The ten tasks of VDD include ImageNet, the pretraining data."""
     if benchmark == "cil":
         return tuple(dict.fromkeys(protocol.data_set for protocol in PROTOCOLS.values()))
     return task_order(benchmark) if benchmark == "mtil" else ("imagenet12", *task_order(benchmark))

@@ -1,2 +1,2 @@
-"""A self-contained HTML page about one or more runs. It needs no network and can be opened as a
-file."""
+"""A self-contained HTML page about one or more runs. A browser can open the file without a network
+connection."""

@@ -43,7 +43,7 @@ HERE = Path(__file__).parent
 ROWS, MOST_ARCHITECTURES = 1000, 400
 """Maximum number of table rows, and maximum number of tasks whose architectures are shown."""
 CORRUPTED = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
-"""Errors that corrupted results raise."""
+"""Errors that reading corrupted results can raise."""
 
 
 class Architectures(NamedTuple):
@@ -196,8 +196,8 @@ def _check_alike(finished: Sequence[RunRecord]) -> None:
 
 
 def to_script(value: Any) -> Markup:
-    """Format a value as JSON for a script element; it contains no character that could end the
-    element."""
+    """Format a value as JSON for a script element. The text contains no character that could end
+    the element."""
     text = json.dumps(to_json(value), separators=(",", ":"), allow_nan=False)
     return Markup(re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text))
 
@@ -349,7 +349,8 @@ def _sections(
 
 
 def _curves(results: Results) -> dict[str, list[Results]]:
-    """Return the run and its references, keyed by the name of the method."""
+    """Return the results of the run and of its references, keyed by the displayed name of the
+    method. Each value is a list with one item."""
     references = results.get("references") or {}
     return {
         METHODS[run["method"]]: [run]
@@ -374,8 +375,8 @@ def _section(key: str, title: str, lead: str, **make: Callable[[], Any]) -> Sect
 
 
 def architectures(results: Results) -> Architectures:
-    """Return the ops of the base and of each task. Raises ValueError if the results contradict each
-    other."""
+    """Return the ops of the base and of each task. Raises ValueError if the architecture of a task
+    does not fit the pool."""
     pool, tasks = results["pool"], results["tasks"]
     rows: list[tuple[str, list[tuple[str, str, int | None]], str]] = [
         ("base", [("base", "base", 0)] * len(pool), "")

@@ -66,7 +66,7 @@ class EmptySection(ValueError):
 
 
 class Chart(NamedTuple):
-    """A figure, or more than one variant of a figure with a selector."""
+    """A figure. If there is more than one variant of it, the page displays a selector."""
 
     caption: str
     variants: Mapping[str, Spec]
@@ -99,8 +99,8 @@ def accuracy_matrix(results: Results) -> Chart:
 
 
 def routing(results: Results) -> Chart:
-    """Plot the share in percent of each task's test images per inferred task ID, after the last
-    task."""
+    """Plot the percentage of each task's test images (row) for which each task ID is inferred
+    (column), after the last task."""
     shares = matrix_from_json(results["routing"])
     missing = unmeasured(results)
     if len(missing) == len(shares):
@@ -149,7 +149,8 @@ def _square(
 
 
 def forgetting(results: Results) -> Chart:
-    """Plot the accuracy of each task in percent against the tasks learned after it."""
+    """Plot the accuracy of each task in percent, right after learning it and after each later
+    task."""
     matrix = 100 * matrix_from_json(results[accuracy_key(results["method"])])
     if np.isfinite(matrix).sum(axis=0).max() < 2:
         raise EmptySection(
@@ -179,8 +180,10 @@ def forgetting(results: Results) -> Chart:
 
 
 def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
-    """Plot the accuracy in percent over the test images of all tasks so far, after each task. Each
-    title has one curve, the mean over its runs. Runs without an accuracy matrix have no curve.
+    """Plot the accuracy in percent over the test images of all tasks so far, after each task.
+
+    `runs` contains the results of runs, keyed by curve title. A curve is the mean over the runs
+    with its title. Runs without an accuracy matrix have no curve.
 
     Raises EmptySection if there is no curve.
     """
@@ -505,8 +508,8 @@ def axis(title: str, **settings: Any) -> Spec:
 
 
 def category_axis(full: Sequence[str], short: Sequence[str], title: str = "") -> Spec:
-    """Make an axis over names. The hover text contains the full names; up to MANY ticks are
-    labelled with the short names."""
+    """Make an axis over names. The hover text contains the full names. Ticks are labelled with the
+    short names; if there are more than MANY names, only 12 of them have a tick."""
     ticks = spread(len(full), MANY if len(full) <= MANY else 12)
     return axis(
         title,
@@ -567,7 +570,8 @@ def heatmap(
     decimals: int = 0,
     scale: str = "sequential",
 ) -> Spec:
-    """Make a heat map with the first row on top; small ones display the numbers in their cells."""
+    """Make a heat map with the first row on top. If it has at most MANY rows and columns, its cells
+    display their numbers."""
     is_small = max(values.shape) <= MANY
     trace = {
         "type": "heatmap",

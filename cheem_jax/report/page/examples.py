@@ -82,8 +82,8 @@ def examples(
 
 
 def _recorded_tests(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | EncodedSplit]:
-    """Return the test split of each task, keyed by task name. Raises EmptySection if it differs
-    from the split of the run."""
+    """Return the test split of each task, keyed by task name. Raises EmptySection if a split has
+    changed since the run."""
     hashes = run.results["split_sha256"]
     message = "The files or labels have changed since the run"
     if data["stream"] == "demo":
@@ -115,8 +115,8 @@ def _hashed_tests(
     seed: int,
     class_split: ClassSplit | None,
 ) -> Mapping[str, tuple[Split | EncodedSplit, str]]:
-    """Return the test split of each task of a stream, and the hash of the split that a run
-    records."""
+    """Return the test split of each task of a stream with the hash that a run records for the task,
+    keyed by task name."""
     if stream == "demo":
         return {
             task.name: (task.test, fingerprint(task)) for task in demo_stream(image_size=size).tasks

@@ -1,6 +1,6 @@
 "use strict";
 
-// ---- colours: names of page.css are replaced by their current values, light or dark
+// ---- colours: replace each colour name of page.css by its value in the current theme
 
 const probe = document.createElement("i");
 probe.hidden = true;
@@ -35,11 +35,11 @@ function coloured(value) {
   return colour(value.slice(1)) || value;
 }
 
-// ---- charts are drawn one at a time soon after they become visible, and again when the theme changes
+// ---- charts: each one is plotted soon after it becomes visible, and again when the theme changes
 
 const CONFIG = {displayModeBar: false, responsive: true, displaylogo: false, showTips: false};
 const drawn = new Map();  // plot element -> its figure
-const waiting = new Set(document.querySelectorAll(".chart"));  // figures that are not drawn yet
+const waiting = new Set(document.querySelectorAll(".chart"));  // figures that are not plotted yet
 
 function laidOut(layout) {
   const [ink, faint, grid] = ["ink", "faint", "grid"].map(colour);
@@ -82,7 +82,7 @@ function draw(figure) {
   });
 }
 
-function drawNext() {  // without waiting for a scroll: a page that is captured whole gets none
+function drawNext() {  // needs no scroll event, because a screenshot of the whole page causes none
   const figure = [...waiting].find(one => one.offsetParent);
   if (!figure) return;
   draw(figure);
@@ -104,10 +104,10 @@ function choice(figure, index) {
   draw(figure);
 }
 
-// ---- printing: the light theme, and charts as wide as a page
+// ---- printing: use the light theme, and make charts as wide as a page
 
 const root = document.documentElement;
-let onScreen = "";  // the theme
+let onScreen = "";  // the theme before printing
 
 addEventListener("beforeprint", () => {
   onScreen = root.style.colorScheme;
@@ -121,7 +121,7 @@ addEventListener("afterprint", () => {
   theme();
 });
 
-// ---- boxes that are cut off at the right fade out there
+// ---- boxes with more content to the right fade out at the right edge
 
 const sizes = new ResizeObserver(entries => entries.forEach(entry => hint(entry.target.closest(".box"))));
 
@@ -135,7 +135,7 @@ for (const box of document.querySelectorAll(".box")) {
   for (const one of [box, ...box.children]) sizes.observe(one);
 }
 
-// ---- labels next to markers, each at the position with the least overlap; omitted if nothing fits
+// ---- labels of markers: each label is at the position with the least overlap, if any fits
 
 const PLACES = ["middle right", "top center", "bottom center", "middle left",
   "top right", "bottom right", "top left", "bottom left"];
@@ -174,7 +174,7 @@ function overlap(a, b) {
 // ---- light and dark
 
 function remembered(value) {
-  try {  // a page on the disk may have no memory
+  try {  // a page that is opened as a file might have no local storage
     if (value) localStorage.setItem("cheem-theme", value);
     return localStorage.getItem("cheem-theme");
   } catch { return null; }
@@ -197,7 +197,7 @@ document.getElementById("theme").addEventListener("click", () => {
 dark.addEventListener("change", () => theme());
 if (remembered()) theme(remembered());
 
-// ---- one run is displayed at a time; the address names it
+// ---- runs: the page displays one run at a time; the fragment of the address contains its key
 
 const runs = [...document.querySelectorAll("article.run")];
 const picker = document.getElementById("runs");
@@ -207,14 +207,14 @@ function show(key) {
   if (!run) return;
   runs.forEach(one => { one.hidden = one !== run; });
   if (picker) picker.value = run.id;
-  for (const [plot, figure] of drawn) if (run.contains(figure)) Plotly.Plots.resize(plot);  // the window may have changed
+  for (const [plot, figure] of drawn) if (run.contains(figure)) Plotly.Plots.resize(plot);  // the window size might have changed
   drawNext();
   follow(run);
 }
 
 function goTo() {
   let key = location.hash.slice(1);
-  try { key = decodeURIComponent(key); } catch { /* an address may hold anything */ }
+  try { key = decodeURIComponent(key); } catch { /* the fragment of the address can be invalid */ }
   show(key || runs[0].id);
   document.getElementById(key)?.scrollIntoView();
 }
@@ -239,7 +239,7 @@ function follow(run) {
 show(runs[0].id);
 if (location.hash) goTo();
 
-// ---- architectures: an expert's history and the tasks that share it
+// ---- architectures: display an expert's history and the tasks that share the expert
 
 const tip = document.getElementById("tip");
 const SHARERS = 8;
@@ -316,7 +316,7 @@ for (const figure of document.querySelectorAll(".architectures")) {
     next.tabIndex = 0;
     next.focus();
   });
-  addEventListener("scroll", () => {  // of the page or of the table's box; moving the focus scrolls too
+  addEventListener("scroll", () => {  // of the page or the table's box; focus changes also scroll
     if (!asking || !table.contains(asking)) return;
     if (asking.matches(":focus-visible") && inSight(asking)) place(asking.getBoundingClientRect());
     else quiet();
@@ -335,7 +335,7 @@ function inSight(cell) {
     && at.right > box.left && at.left < box.right;
 }
 
-function place(cell) {  // beside its cell where there is room, so that the column stays in sight
+function place(cell) {  // next to the cell if there is room, so that the column stays visible
   const {width, height} = tip.getBoundingClientRect();
   const fits = cell.right + width + 20 < innerWidth ? cell.right + 12 : cell.left - width - 12;
   const bottom = innerHeight - height - 8;
