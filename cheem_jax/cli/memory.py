@@ -223,7 +223,9 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
             "seed",
             "keep_base",
         )
-        if options := [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]:
+        values = {name: getattr(settings, name) for name in names}
+        given = [name for name, value in values.items() if value is not None and value is not False]
+        if options := [f"--{name.replace('_', '-')}" for name in given]:
             raise ValueError(
                 "with --begin-with, a memory has the settings of the run; omit"
                 f" {', '.join(options)}"

@@ -171,8 +171,8 @@ def extend(
         )
     elif outnumbers(task, before, num_before):
         reason = (
-            "every learned class has new images, and there are at least as many as before, so"
-            " fine-tuning is tried"
+            "every learned class has new images, and there are enough of them, so fine-tuning is"
+            " tried"
         )
     else:
         reason = (

@@ -251,9 +251,10 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     epsilons = exploration.get("epsilon", 0.3), search.get("epsilon", 0.5)
     if epsilons != (0.3, 0.5):
         parts.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
-    if cheem.get("score") == "closed_form":
-        parts.append("closed-form score")  # the preset with this score has tolerance 0
-    elif (tolerance := search.get("tolerance", 0.02)) != 0.02:
+    is_closed_form = cheem.get("score") == "closed_form"
+    parts += ["closed-form score"] if is_closed_form else []
+    usual = 0.0 if is_closed_form else 0.02  # the tolerance of the presets with this score
+    if (tolerance := search.get("tolerance", 0.02)) != usual:
         parts.append(f"tau {tolerance:g}")
     return parts
 

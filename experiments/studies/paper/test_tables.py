@@ -336,6 +336,10 @@ def test_a_different_router_or_search_is_a_variant_of_any_method(tmp_path):
     figures = {run.results["method"]: describe_variant(run) for run in read([tmp_path])[0]}
     assert figures["lora_cl"] == "router lda early"
     assert figures["cheem"] == "tau 0.1, router lda early"
+    closed_form = {"score": "closed_form", "search": {"tolerance": 0.1}}
+    write_run(tmp_path / "d", "cheem", cheem={**early, **closed_form})
+    [run] = read([tmp_path / "d"])[0]
+    assert describe_variant(run) == "closed-form score, tau 0.1, router lda early"
     write_run(tmp_path / "c/1", "lora_cl", lora_cl={"op": "new", "rank": 1})
     write_run(tmp_path / "c/2", "lora_cl", lora_cl={"op": "adapt", "rank": 192}, seed=1)
     variants = [describe_variant(run) for run in read([tmp_path / "c"])[0]]
