@@ -301,7 +301,7 @@ def test_a_memory_keeps_its_settings(capsys, copied, photos, words, said):
     assert status == 2 and err.startswith("error: ") and said in err and err.count("\n") == 1
 
 
-def test_a_memory_that_begins_with_a_run_refuses_every_setting_of_its_own(capsys, photos, tmp_path):
+def test_with_begin_with_every_setting_of_the_memory_is_refused(capsys, photos, tmp_path):
     """Values that are false in Python count as given, too."""
     words = ["learn", tmp_path / "new", photos / FIRST, "--begin-with", tmp_path / "run"]
     status, _, err = cheem(capsys, *words, "--seed", "0", "--augment")
