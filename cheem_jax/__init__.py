@@ -1,8 +1,9 @@
 """Continual learning with Vision Transformers: earlier tasks keep their parameters, and their
 images are not stored.
 
-`create`, `open` and `begin_with` return an `OpenMemory`; see `cheem_jax.memory`. The other names
-are the parts of CHEEM for research; see docs/guides/research.md.
+`create`, `open` and `begin_with` return an `OpenMemory`, whose method `predict` returns objects of
+type `Prediction`; see `cheem_jax.memory`. All other names are parts of CHEEM for research; see
+docs/guides/research.md.
 """
 
 import importlib

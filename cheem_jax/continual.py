@@ -68,7 +68,8 @@ def run_stream(
     Args:
         base_images: images of the pretraining data, uint8 `[N, S, S, 3]`, for the task
             similarity of CHEEM.
-        router: a smaller network that infers the task ID instead of the backbone (CHEEM-lite).
+        router: weights of a smaller network that infers the task ID instead of the backbone
+            (CHEEM-lite).
         save_every: seconds between rolling checkpoints; default: 30, or more if checkpoints would
             take over 2 % of the time.
         command: the command line of this run, for the record.
@@ -202,7 +203,7 @@ def evaluate(
     """Evaluate all tasks in `learned` with every method; `saving` is the number of seconds spent on
     checkpoints of the last task.
 
-    None in `learned` is a task without images, whose measurements are null in the record.
+    None in `learned` stands for a task without images, whose measurements are null in the record.
     """
     num = len(learned)
     start = Mark.now()

@@ -61,8 +61,8 @@ class BaseMeans(NamedTuple):
     `config.json`."""
 
     values: np.ndarray | None = None
-    """mu of the base task `[L, D]`, section 'Task similarity' of the CHEEM paper. None if unknown;
-    the similarity to the base task is then neutral (0)."""
+    """mu of the base task `[L, D]`; see section 'Task similarity' of the CHEEM paper. None if
+    unknown; the similarity to the base task is then neutral (0)."""
     means_sha256: str | None = None
     """Hash of the means if they are part of the weights."""
     data_sha256: str | None = None
@@ -80,8 +80,8 @@ class RunInputs(NamedTuple):
     base: BaseMeans = BaseMeans()
 
     def check(self) -> None:
-        """Raise ValueError if a network needs images of another size, or if the method is itself
-        the upper bound."""
+        """Raise ValueError if a network needs images of another size, or if an upper bound is
+        requested although the method is itself the upper bound."""
         shape = self.stream.tasks[0].train.images.shape[1:]
         for network in filter(None, (self.pretrained, self.router)):
             size = network.config.image_size
@@ -221,9 +221,9 @@ def find_base_means(
     images: Images | None,
     progress: Progress,
 ) -> BaseMeans:
-    """Return the mean CLS tokens of the pretraining data for this image size, placement and token.
-    If the weights do not contain them, measure them on `images`; without images, they are
-    unknown."""
+    """Return the mean CLS tokens of the pretraining data for the image size of `pretrained`, and
+    the placement and token in `config`. If the weights do not contain them, measure them on
+    `images`; without images, they are unknown."""
     if not isinstance(config, CheemConfig) or config.base_means == "neutral":
         return BaseMeans()
     setting = f"{pretrained.config.image_size}/{config.placement}/{config.token}"

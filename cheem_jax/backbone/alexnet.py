@@ -1,8 +1,8 @@
 """A frozen AlexNet with torchvision's architecture. Its features are used to infer the task ID.
 
 Weight files have torchvision's names and PyTorch's layout, `[out, in, height, width]` and `[out,
-in]`. Our names are `conv1.kernel` with shape `[height, width, in, out]`, and so on. The classifier
-is not used.
+in]`. Our names are `conv1.kernel`, `conv1.bias`, and so on; a kernel is `[height, width, in, out]`.
+The classifier is not used.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ FORMAT = "cheem_jax.alexnet.1"
 """Name of the format in the header of a converted file. The header also contains the name and the
 hash of the source file."""
 SMALLEST_IMAGE = 63
-"""Minimum image size in pixels. The last pooling of a smaller image would have no input."""
+"""Minimum image size in pixels. With a smaller image, the last feature map would be smaller than
+the pooling window."""
 GRID = 6
 """Height and width of the pooled feature map for every image size."""
 HOW_TO_GET = (
@@ -54,8 +55,9 @@ class AlexNetConfig:
     image_size: int = 224
     """Image size in pixels, at least 63."""
     feature: Feature = "pooled_conv"
-    """Feature to compute: `pooled_conv` averages the last feature maps to 6 x 6; `conv5` is the
-    output of the last convolution, before ReLU and pooling."""
+    """Feature to compute: `pooled_conv` is the output of the last convolution after ReLU, max
+    pooling and average pooling to 6 x 6; `conv5` is the output of the last convolution before ReLU
+    and pooling."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     name: str = "alexnet"
@@ -74,7 +76,7 @@ class AlexNetConfig:
 
 
 class AlexNet(nnx.Module):
-    """AlexNet up to the configured feature."""
+    """The layers of AlexNet up to the configured feature."""
 
     def __init__(self, config: AlexNetConfig, rngs: nnx.Rngs):
         self.config = config
@@ -205,8 +207,8 @@ def load_alexnet(
 
 
 def to_torchvision_name(name: str) -> str:
-    """Return torchvision's name for one of our parameters; `conv2.kernel` is
-    `features.3.weight`."""
+    """Return torchvision's name for one of our parameters, such as `features.3.weight` for
+    `conv2.kernel`."""
     layer, leaf = name.split(".")
     return f"features.{_TORCHVISION[layer]}.{'weight' if leaf == 'kernel' else leaf}"
 

@@ -41,7 +41,7 @@ class ViTConfig:
     """Number of learned tokens after the CLS token, such as DINOv2's registers or DeiT's
     distillation token."""
     rotary: float | None = None
-    """Base period of rotary positions, as in DINOv3; None uses a learned position embedding."""
+    """Base period of rotary positions, as in DINOv3. If None, the position embedding is learned."""
     gated: bool = False
     """Whether the MLP is gated, as in SwiGLU: its hidden layer is multiplied by the activation of a
     second linear layer, `gate`."""
@@ -242,8 +242,8 @@ def _is_finite(value: object) -> bool:
 
 
 def find_config(name: str) -> ViTConfig:
-    """Return the config of a named backbone. Raises ValueError with the most similar names if the
-    name is unknown."""
+    """Return the config in `CONFIGS` with this name. If the name is unknown, raise ValueError with
+    a message that lists the most similar names."""
     if name not in CONFIGS:
         raise ValueError(f"unknown backbone {name!r}; {closest(name, CONFIGS)}")
     return CONFIGS[name]

@@ -19,7 +19,7 @@ def pass_flops(
     config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False
 ) -> int:
     """Count the FLOPs of the plain backbone up to the tokens that all candidates at block `until`
-    share. If `until` is the depth, count the whole backbone."""
+    share (the result of `Block.enter`). If `until` is the depth, count the whole backbone."""
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
     shared = attention if placement == "mlp_down" and until < config.depth else 0
@@ -51,7 +51,8 @@ def pair_flops(config: ViTConfig, placement: Placement, rank: int) -> int:
 
 
 def token_flops(config: ViTConfig, num_tokens: int) -> int:
-    """Count the FLOPs of `num_tokens` additional tokens in all linear layers (S-Prompts)."""
+    """Count the FLOPs that `num_tokens` additional tokens, such as the prompts of S-Prompts, add to
+    the linear layers of all blocks."""
     return 2 * num_tokens * config.depth * (4 * config.width**2 + config.mlp_weights)
 
 
@@ -59,7 +60,8 @@ def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
     """Count the FLOPs of attention from all tokens to `num_pairs` prefix keys and values in
     `num_layers` layers.
 
-    The paper counts these attention products only for methods that compute attention explicitly.
+    The paper's counter omits these products if a method computes attention with a fused kernel, and
+    counts them if a method computes attention explicitly.
     """
     return 4 * config.num_tokens * num_pairs * config.width * num_layers
 
@@ -117,7 +119,8 @@ def executed_flops(
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
     """Count the executed FLOPs of the plain backbone up to the tokens that all candidates at block
-    `until` share. If `until` is the depth, count the whole backbone."""
+    `until` share (the result of `Block.enter`). If `until` is the depth, count the whole
+    backbone."""
     if until == config.depth:
         return executed_backbone_flops(config)
     *before, (attention, _) = (
@@ -151,7 +154,7 @@ def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
 
 
 def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:
-    """Count the executed FLOPs of the attention half and of the FFN half of a block. The `last`
+    """Count the executed FLOPs of the attention half and of the FFN half of a block. If `last`, the
     block computes only the tokens that are used for the features."""
     tokens = config.num_tokens + num_extra
     width = config.width

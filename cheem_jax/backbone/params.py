@@ -22,8 +22,8 @@ Params = Mapping[str, np.ndarray]
 Module = TypeVar("Module", bound=nnx.Module)
 _BLOCK = re.compile(r"blocks\.\d+\.")
 _SHOWN = 4
-"""Maximum number of tensors of each kind in an error message; weights of another architecture can
-have hundreds of mismatches."""
+"""Maximum number of missing tensors, of unexpected tensors and of wrong shapes in an error message;
+weights of another architecture can have hundreds of mismatches."""
 _ALIGNMENT = 64
 """Alignment in bytes. On a CPU, JAX shares the memory of arrays that have this alignment."""
 
@@ -93,8 +93,8 @@ def build(config: ViTConfig, params: Params) -> ViT:
 
 
 def float32(values: np.ndarray) -> np.ndarray:
-    """Make a read-only copy in float32, aligned such that a network on a CPU can share its
-    memory."""
+    """Make a read-only copy in float32. Its alignment allows JAX on a CPU to use the memory of the
+    copy without copying again."""
     room = np.empty(4 * values.size + _ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % _ALIGNMENT
     copied = room[begin : begin + 4 * values.size].view(np.float32).reshape(values.shape)
@@ -104,8 +104,8 @@ def float32(values: np.ndarray) -> np.ndarray:
 
 
 def filled(make: Callable[[], Module], params: Params) -> Module:
-    """Build the network that `make` returns, with `params` in float32. Names and shapes must
-    fit."""
+    """Build the network that `make` returns, with `params` in float32. The names and shapes in
+    `params` must be those of the network's parameters."""
 
     def placed(values: np.ndarray) -> jax.Array:
         values = np.asarray(values, np.float32)
@@ -137,7 +137,8 @@ def from_torch(
     used = {name: value for name, value in tensors.items() if name not in unused}
     if complaint := mismatches(dict(theirs.values()), used):
         raise ValueError(f"{what}: {complaint}")
-    axes = {2: (1, 0), 4: (2, 3, 1, 0)}  # axes of linear layers and convolutions
+    # permutations of the axes of linear layers and convolutions, keyed by number of axes
+    axes = {2: (1, 0), 4: (2, 3, 1, 0)}
     params = {}
     for name, shape in shapes.items():
         tensor = tensors[theirs[name][0]]

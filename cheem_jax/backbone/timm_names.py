@@ -58,8 +58,8 @@ exact GELU."""
 
 
 def to_timm_name(name: str) -> str:
-    """Return timm's name of one of our parameters; for `blocks.3.up.kernel`, it is
-    `blocks.3.mlp.fc1.weight`."""
+    """Return timm's name for one of our parameters, such as `blocks.3.mlp.fc1.weight` for
+    `blocks.3.up.kernel`."""
     if name in _TOKENS:
         return _TOKENS[name]
     *modules, leaf = name.split(".")
@@ -120,8 +120,8 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
 def _without_scales(
     tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str
 ) -> dict[str, np.ndarray]:
-    """Return timm's tensors with merged LayerScale, one position per token, and the distillation
-    token renamed to a register."""
+    """Return timm's tensors after three changes: LayerScale is merged, `pos_embed` has one position
+    per token, and the distillation token is renamed to a register."""
     renamed = {"dist_token": "reg_token"} if config.num_registers else {}
     if config.rotary is not None or config.gated:
         tensors = _as_plain_vits(tensors, config)
@@ -148,14 +148,14 @@ def _without_scales(
         1,
         config.num_patches,
         config.width,
-    ):  # the file has positions of patches only
+    ):  # the file contains positions only for patches
         result["pos_embed"] = np.pad(position, ((0, 0), (config.num_prefix, 0), (0, 0)))
     return result
 
 
 def _as_plain_vits(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
-    """Rename DINOv3's tensors to the names of timm's plain ViT. Missing biases become zeros, and
-    the gate of an MLP is split from `fc1`."""
+    """Rename DINOv3's tensors to the names of timm's plain ViT. Missing biases of the attention
+    become zeros. If `fc1` contains the gate of the MLP, the gate is split from `fc1`."""
     result = {
         re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name).replace(".fc1_x.", ".fc1."): value
         for name, value in tensors.items()
@@ -170,7 +170,7 @@ def _as_plain_vits(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict
                 config.gated
                 and name in result
                 and result[name].shape[:1] == (2 * config.mlp_width,)
-            ):  # DINOv2 giant
+            ):  # DINOv2 giant stores the gate and `fc1` in one tensor
                 result[name.replace("fc1", "fc1_g")], result[name] = np.split(result[name], 2)
     return result
 
@@ -218,7 +218,7 @@ def infer_config(
     clip = "norm_pre.weight" in tensors
     # CLIP's image-text projection is not a classifier
     projection = clip and "_ft_" not in name
-    # DeiT averages two heads, which is not supported
+    # models with a distillation token average two heads, which is not supported
     projection = projection or "dist_token" in tensors
     classes = 0 if projection or "head.weight" not in tensors else tensors["head.weight"].shape[0]
     mean, std = _preprocessing(name, hub_config)

@@ -39,8 +39,8 @@ class SidePrefix(NamedTuple):
 
 
 Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
-"""Function of a block's tokens after the attention half, before `norm2`. Its result is added to the
-output of the FFN."""
+"""Function whose argument is the tokens of a block between the attention half and `norm2`. Its
+result is added to the output of the FFN."""
 
 
 @functools.cache
@@ -93,8 +93,8 @@ def mean_patch(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array,
 
 
 class Block(nnx.Module):
-    """One transformer block. Expert 0 is the layer `down` for the placement `mlp_down`, and `proj`
-    for `attn_proj`."""
+    """One transformer block. The base expert (expert 0) is the layer `down` for the placement
+    `mlp_down`, and the layer `proj` for `attn_proj`."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
@@ -149,8 +149,8 @@ class Block(nnx.Module):
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
-        # The products would cast their operands to `precision` anyway. An earlier cast to bfloat16
-        # halves the bytes of the transposed heads.
+        # The products in `attend` would cast their operands to `precision` anyway. This earlier
+        # cast halves the size of the transposed heads if `precision` is bfloat16.
         query, key, value = (part.astype(self.precision) for part in (query, key, value))
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):
@@ -185,7 +185,7 @@ class Block(nnx.Module):
     def widen(
         self, z: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M F"]:
-        """Compute the input of the plastic layer, which all candidates except Skip share."""
+        """Compute the input of the plastic layer. All candidates except Skip share this input."""
         return (
             self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z, outputs=outputs)
         )
@@ -284,8 +284,8 @@ class AttentionPool(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """A Vision Transformer from images to features: the CLS token after the final LayerNorm, or the
-    pooled tokens."""
+    """A Vision Transformer that computes the features of images: the CLS token after the final
+    LayerNorm, or the pooled tokens."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         self.config = config

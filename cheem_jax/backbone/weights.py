@@ -1,9 +1,10 @@
 """Load pretrained weights from the package, a file or the hub, resize them to another image size,
 and define the format of converted files.
 
-A converted file is a safetensors file. It contains the parameters with our names, the mean CLS
-tokens of the pretraining data as `base_means/<image size>/<placement>/<token>`, and a header with
-the format, the config, the source and its hash.
+A converted file is a safetensors file that `save_converted` writes. It contains the parameters with
+our names, the mean CLS tokens of the pretraining data as
+`base_means/<image size>/<placement>/<token>`, and a header with the format, the config, the source
+of the weights and the hash of the source.
 """
 
 import dataclasses
@@ -52,8 +53,8 @@ class Pretrained:
 
     config: ViTConfig
     params: dict[str, np.ndarray]
-    """Parameters with the names and shapes of `params.py`. After loading they are float32;
-    `save_converted` keeps the dtype."""
+    """Parameters with the names and shapes of `params.py`. `load_pretrained` returns float32
+    arrays; `save_converted` writes each array in its dtype."""
     source: str
     """Origin of the weights: the name of the file that was read, `hub:timm/<name>` or `bundled`;
     for a converted file, the source in its header."""
@@ -68,10 +69,10 @@ class Pretrained:
 def load_pretrained(
     backbone: str, *, weights: str | Path | None = None, image_size: int | None = None
 ) -> Pretrained:
-    """Load the weights of a named backbone or of another plain timm ViT.
+    """Load the weights of a backbone in `CONFIGS` or of another plain timm ViT.
 
     Args:
-        backbone: one of our names, or a timm name.
+        backbone: a name in `CONFIGS`, or a timm name.
         weights: a safetensors or npz file with timm's names, or a converted file. By default,
             bundled backbones are read from the package, and others from the hub.
         image_size: image size in pixels; by default, the image size of the weights.
@@ -116,8 +117,8 @@ def load_pretrained(
 
 
 def named_config(backbone: str) -> ViTConfig | None:
-    """Return the config of the backbone whose name, ours or timm's, is `backbone`; None for other
-    supported timm names.
+    """Return the config in `CONFIGS` whose `name` or `timm_name` is `backbone`. Return None if
+    `backbone` is another supported timm name.
 
     Raises ValueError for all other names. If the name is unknown, the message lists the most
     similar names.
@@ -237,7 +238,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
     name of the source.
 
     Cached files are used without network access. Raises FileNotFoundError if the hub cannot be
-    reached or does not have the model.
+    reached or does not have the model, and ValueError if the pooling of the model is not supported.
     """
     repository = hub_repository(timm_name)
     way_out = (
@@ -314,11 +315,12 @@ def resample_position(
 
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
     """Compute the matrix for antialiased bicubic resampling along one axis. The kernel is the cubic
-    kernel of Keys (1981) with a = -1/2; if `before` > `after`, it is widened by before / after.
+    kernel of Keys (1981) with a = -1/2. If `before` > `after`, the kernel is widened by the factor
+    before / after.
 
     Pixel centres are at half-integers. Samples outside of the axis are omitted, and each row is
     rescaled to sum to 1, as in torch's `interpolate(mode="bicubic", antialias=True)`. This torch
-    function also uses a = -1/2 if `before` < `after`.
+    function uses a = -1/2 both for `before` > `after` and for `before` < `after`.
     """
     scale = before / after
     centre = scale * (np.arange(after) + 0.5)

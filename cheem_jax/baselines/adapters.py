@@ -41,7 +41,7 @@ SGD = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
 
 class Bottleneck(NamedTuple):
     """Two layers D -> r -> D, stacked over leading axes such as the L blocks; in the experts of
-    MoE-Adapters, the last two axes of `down` are `r D`."""
+    MoE-Adapters, the last two axes of `down` are swapped (`r D`)."""
 
     down: Float[Array, "*L D r"]
     down_bias: Float[Array, "*L r"]
@@ -126,8 +126,12 @@ class AdapterBaseline(OneHead, TrainedBaseline):
         return np.asarray(grow_head(key, None, self.vit.width, 0, num).weight)[:, :num]
 
     def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
-        """Report the FLOPs per image of a pass with adapters and a head of `head` FLOPs; the CHEEM
-        paper counts neither adapters nor heads."""
+        """Report the FLOPs per image of a pass with adapters and a head. The CHEEM paper counts
+        neither adapters nor heads.
+
+        The head is a linear layer for `num_classes` classes, or, with `num_classes` 0, another head
+        of `head` FLOPs.
+        """
         vit = self.vit
         rank = self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head
@@ -142,8 +146,8 @@ def adapter_params(config: ViTConfig, bottleneck: int) -> int:
 
 
 def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """Return the executed FLOPs per image of all adapters; the adapter of the last block only
-    processes `ViTConfig.num_outputs` tokens."""
+    """Return the executed FLOPs per image of all adapters; the adapter of the last block
+    processes only `ViTConfig.num_outputs` tokens."""
     tokens = config.depth * config.num_tokens
     executed = tokens - config.num_tokens + config.num_outputs
     return adapter_flops(config, bottleneck) * executed // tokens
@@ -180,6 +184,6 @@ def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float
 
 
 def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
-    """Pad the weight of a cosine head to a power of two, so that tasks share compiled functions."""
+    """Pad the columns of a cosine head to a power of two. Tasks then share compiled functions."""
     num = weight.shape[1]
     return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))

@@ -51,10 +51,11 @@ class Baseline(abc.ABC):
     """
 
     Learned: ClassVar[type | None] = None
-    """Type of a task's arrays, a NamedTuple. If None, the last checkpoint alone restores the
-    method."""
+    """NamedTuple class of the arrays that belong to one task. If it is None, the last checkpoint
+    alone restores the method."""
     State: ClassVar[type | None] = None
-    """Type of the arrays that each task replaces: a NamedTuple, or None."""
+    """NamedTuple class of the arrays that each task replaces, or None if there are no such
+    arrays."""
     needs_task_id = False
 
     def __init__(self, networks: FrozenNetworks, config: Any, keys: Keys, num_tasks: int):
@@ -155,8 +156,8 @@ def as_dict(tree: Any) -> Any:
 
 
 def rebuilt(kind: Any, arrays: Mapping[str, Any]) -> Any:
-    """Convert the result of `as_dict` back to the NamedTuple `kind`; `arrays` can contain
-    additional entries."""
+    """Convert `arrays`, a result of `as_dict`, back to the NamedTuple class `kind`. Additional
+    entries of `arrays` are ignored."""
     fields = {}
     for name, annotation in kind.__annotations__.items():
         if name not in arrays and name in kind._field_defaults:
@@ -216,7 +217,7 @@ class TrainedBaseline(Baseline):
 
     @abc.abstractmethod
     def costs(self) -> dict[str, int]:
-        """Return the FLOPs per image after the last task, in the format of `pass_costs`."""
+        """Return the FLOPs of predicting one image, in the format of `pass_costs`."""
 
     def number(self, task: Task) -> int:
         """Return the number of the next task, which determines its PRNG keys."""
@@ -238,7 +239,8 @@ class TrainedBaseline(Baseline):
         return 0
 
     def train(self, task: Task, fitting: Fitting, session: Session) -> Fitting:
-        """Train `fitting` to the last epoch. The session can interrupt and resume the training."""
+        """Train to the last epoch, starting from the state `fitting`. The session can interrupt and
+        resume the training."""
         config = self.config
         labels = task.train.labels
         inputs = self.inputs(task, session)
@@ -312,11 +314,11 @@ def no_classes(width: int) -> Head:
 
 
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
-    """Report the numbers of parameters that a task trains and stores, and the percentage of
-    parameters that it adds to the backbone.
+    """Report the numbers of parameters that a task trains and stores, and the number that it adds,
+    in percent of the backbone's parameters (the paper's %Param).
 
-    `added` is the number of parameters, without head and router, that the task adds to the
-    backbone. The percentage is the paper's %Param.
+    `added` is the number of parameters that the task adds to the backbone. It does not include the
+    parameters of the head and the router.
     """
     return {
         "params_added_percent": 100 * added / backbone_params(config),
@@ -334,14 +336,16 @@ def pass_costs(
     attention: int = 0,
     executed: int = 0,
 ) -> dict[str, int]:
-    """Report three counts of the FLOPs per image: by the paper's counter, with attention products,
-    and as executed.
+    """Report the FLOPs per image, counted in three ways.
+
+    `flops_method` follows the paper's counter, which omits fused attention. `flops_explicit` also
+    includes attention products. `flops_executed` includes all executed matrix products, and a
+    linear head for `num_classes` classes. For a plain ViT-B, `flops_method` is 33.7 GFLOPs, and
+    `flops_explicit` is 35.1 GFLOPs.
 
     Each count is the sum of a plain pass, a pass of `encoder`, and the method's additional FLOPs.
-    `linear` is the additional FLOPs that the paper's counter includes, `attention` is the
-    additional FLOPs that it omits, and `executed` is all additional FLOPs as executed. The paper's
-    counter omits fused attention: for ViT-B, it counts 33.7 GFLOPs, and the count with attention
-    products is 35.1 GFLOPs.
+    The additional FLOPs are `linear` in `flops_method`, `linear + attention` in `flops_explicit`,
+    and `executed` in `flops_executed`.
     """
     flops = {
         "flops_method": backbone_flops(config) + linear,
@@ -371,7 +375,7 @@ def at_least_one(settings: Any, *names: str) -> None:
 
 def halved(settings: Any, *names: str) -> None:
     """Raise ValueError unless each of the settings `names` is an even number of at least 2. These
-    settings are lengths of prompts: one half is keys, the other half is values."""
+    settings are lengths of prompts: half of a prompt's rows are keys, the others are values."""
     for name in names:
         length = getattr(settings, name)
         expect(

@@ -123,7 +123,7 @@ def make_preset(method: str, preset: Preset) -> MethodConfig:
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
     config = next(kind for kind in LEARNERS if kind.name == method)()
-    # The defaults are the paper's settings, and `cheem_plus` only changes CHEEM.
+    # Baselines have the paper's settings by default, and `cheem_plus` changes only CHEEM.
     if preset in ("paper", "cheem_plus") or isinstance(config, FrozenLinearConfig):
         return config
     # Epochs, learning rate and batch size are similar to those of CHEEM's preset.

@@ -4,8 +4,9 @@ frozen feature.
 Each of the first five blocks has a pool of 100 components. Component m has a key K_m and an
 attention vector A_m. The weight of component m is the cosine between q * A_m and K_m for the
 image's frozen feature q, without softmax. The pool is divided among the tasks before the first task
-is learned. A task initialises its components, keys and attention vectors orthogonal to all earlier
-ones (Gram-Schmidt), trains them, and freezes them. Smith et al., "CODA-Prompt: COntinual Decomposed
+is learned. Each task initialises its components, keys and attention vectors by Gram-Schmidt, so
+that they are orthogonal to all earlier components, keys and attention vectors, respectively. They
+are trained on this task and then frozen. Smith et al., "CODA-Prompt: COntinual Decomposed
 Attention-based Prompting for Rehearsal-Free Continual Learning", CVPR 2023.
 """
 
@@ -136,8 +137,8 @@ class CodaPrompt(Prompting):
         return Attached(prefixes, jnp.zeros(len(query)))
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the number of parameters in the task's rows twice, because the task trains and
-        adds the same parameters."""
+        """Return the number of trained and the number of added parameters. Both are the number of
+        parameters in the task's rows."""
         config = self.config
         num = len(config.layers) * self.rows * (config.length + 2) * self.vit.width
         return num, num
@@ -161,7 +162,7 @@ def component_weights(
     # <q * A, K> = <q, A * K> and |q * A|^2 = <q^2, A^2>
     inner = jnp.matmul(query, (attention * keys).T, precision="highest")
     squares = jnp.matmul(query**2, (attention**2).T, precision="highest")
-    # Rows of future tasks are zero; the root must have a finite gradient there, too.
+    # Rows of future tasks are zero; adding 1e-24 keeps the gradients of the roots finite.
     return inner / jnp.sqrt(squares + 1e-24) / jnp.sqrt((keys**2).sum(-1) + 1e-24)
 
 

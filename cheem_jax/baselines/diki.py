@@ -49,9 +49,9 @@ class DikiConfig:
     the official code; a tuple selects blocks by index. Router and prediction share the computation
     of the blocks before the first prefix."""
     cov_shrinkage: float = 0.0
-    """Share of the scaled identity in each covariance; it does not change the mean variance. With
-    the official value 0 and fewer images than dimensions, hardly any test image has its largest
-    density under the Gaussian of its task."""
+    """Share of a scaled identity matrix in each covariance; the scale keeps the mean variance
+    unchanged. With the official value 0 and fewer images than dimensions, hardly any test image has
+    its largest density under the Gaussian of its task."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
@@ -124,8 +124,8 @@ class Diki(OwnPrompts):
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """Return the tokens before the first prefix if their bytes fit `executor.budget`, otherwise
-        the images."""
+        """Return the tokens before the first prefix if they need at most `executor.budget` bytes,
+        otherwise the images."""
         images = Inputs(task.train.images)
         if 4 * len(images) * self.vit.num_tokens * self.vit.width > self.executor.budget:
             return images
@@ -196,7 +196,7 @@ class Gaussian(NamedTuple):
 def fit_gaussian(features: Float[np.ndarray, "N D"], shrinkage: float = 0.0) -> Gaussian:
     """Compute mean and covariance of normalised features in float64.
 
-    `shrinkage` is the share of the scaled identity in the covariance. Raises ValueError if the
+    `shrinkage` is the share of a scaled identity matrix in the covariance. Raises ValueError if the
     covariance is singular.
     """
     points = normalise(features.astype(np.float64))
@@ -224,7 +224,7 @@ def unpack_gaussian(task: PromptedTask) -> Gaussian:
 
 
 def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float64[np.ndarray, "N"]:
-    """Compute log N(f; mean, covariance) of normalised features in float64."""
+    """Normalise the features, and compute their log density under `gaussian` in float64."""
     departure = normalise(features.astype(np.float64)) - gaussian.mean
     whitened = solve_triangular(gaussian.factor, departure.T, lower=True)
     log_det = 2 * np.log(np.diag(gaussian.factor)).sum()

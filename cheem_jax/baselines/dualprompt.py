@@ -3,10 +3,10 @@ selected by the nearest task key.
 
 Blocks 0 and 1 have the general prompt, blocks 2 to 4 the expert prompt; both are prefixes of the
 attention. A slot is the expert prompt and the task key of one task. Training uses the slot of the
-current task and pulls its task key towards the queries. Prediction selects the slot with the
-nearest task key, separately for each image and block. Later tasks change the general prompt, but
-not the slots of earlier tasks. Wang et al., "DualPrompt: Complementary Prompting for Rehearsal-Free
-Continual Learning", ECCV 2022, as implemented in the CODA-Prompt code.
+current task and pulls the task key of this slot towards the queries. Prediction selects the slot
+with the nearest task key, separately for each image and block. Later tasks change the general
+prompt, but not the slots of earlier tasks. Wang et al., "DualPrompt: Complementary Prompting for
+Rehearsal-Free Continual Learning", ECCV 2022, as implemented in the CODA-Prompt code.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class DualPromptConfig:
     """Number of expert slots, at least one per task. With None, it is 10 or the number of tasks,
     whichever is larger."""
     general_length: int = 6
-    """Number of rows of the general prompt: the first half is keys, the second half is values
-    (original: 10)."""
+    """Number of rows of the general prompt (original: 10): the first half is keys, the second half
+    is values."""
     expert_length: int = 20
     """Number of rows of an expert prompt (original: 10 on CIFAR-100, 40 on ImageNet-R)."""
     general_layers: tuple[int, ...] = (0, 1)

@@ -1,12 +1,13 @@
 """EASE: adapters and a subspace per task; prototypes of earlier classes are synthesised.
 
 Each task trains new adapters, which then stay frozen. The features with the adapters of one task
-are a subspace. The prototype of a class in a subspace is the mean of its features. A new subspace
-has no features of earlier classes. The prototype of an earlier class in a new subspace is a sum of
-the new classes' prototypes, weighted by the similarity of these classes to the earlier class in the
-subspace of the earlier class. A prediction runs the image through the adapters of all tasks. Zhou
-et al., "Expandable Subspace Ensemble for Pre-Trained Model-Based Class-Incremental Learning", CVPR
-2024.
+are a subspace. The prototype of a class in a subspace is the mean of the class's features in this
+subspace. In a new subspace, the features of earlier classes cannot be computed, because images of
+earlier tasks are not stored. The prototype of an earlier class in a new subspace is therefore a sum
+of the new classes' prototypes, weighted by the similarity of these classes to the earlier class in
+the subspace of the earlier class. A prediction runs the image through the backbone with the
+adapters of each task. Zhou et al., "Expandable Subspace Ensemble for Pre-Trained Model-Based
+Class-Incremental Learning", CVPR 2024.
 """
 
 import dataclasses
@@ -76,7 +77,7 @@ class Ease(AdapterBaseline):
         self._similarities = similarities
 
     def start(self, task: Task) -> Any:
-        """Return new adapters, a cosine head and its scale; the head is for training only."""
+        """Return new adapters, a cosine head and its scale. Predictions do not use this head."""
         return self.new_classifier(task)
 
     def fixed(self, task: Task) -> Any:
@@ -136,8 +137,9 @@ def classifiers(
     """Return, for each subspace, the weights of all classes; `prototypes` contains the prototypes
     of each task.
 
-    In the subspace of its task, a class has its prototype as weight, scaled to unit length. In each
-    other subspace, the length of the weight is `OTHERS` divided by the number of other subspaces.
+    The weight of a class in a subspace is the scaled prototype of the class in this subspace. Its
+    length is 1 in the subspace of the class's own task. In each other subspace, its length is
+    `OTHERS` divided by the number of other subspaces.
     """
     share = OTHERS / max(len(prototypes) - 1, 1)
     return [

@@ -41,7 +41,8 @@ from cheem_jax.engine.batches import batches
 from cheem_jax.run.session import Session
 
 TUNED_ON = 3
-"""Number of tasks at the start of the stream on which the strength of the penalty is selected."""
+"""Number of tasks that are used to select the strength of the penalty; they are the first tasks of
+the stream."""
 HEAD_RATE = 1e-3
 """Initial learning rate of the head."""
 GRADIENT_BYTES = 2**30
@@ -50,10 +51,11 @@ the backbone."""
 
 
 class Noise(enum.IntEnum):
-    """Random samples of `Phase.METHOD_NOISE`. The number of a member is part of its PRNG key."""
+    """Random values that are sampled in `Phase.METHOD_NOISE`. The number of a member is part of its
+    PRNG key."""
 
     LABELS = 1
-    """Labels of the Fisher information, sampled from the network's softmax."""
+    """Labels for estimating the Fisher information, sampled from the network's softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,9 +237,9 @@ class Ewc(OneHead, TrainedBaseline):
         """Measure the mean validation accuracy with each penalty; the accuracy is -1 if a loss is
         non-finite.
 
-        The first task has no penalty, so all trials start from the state after the first task. All
-        trials use the same PRNG keys as the stream. Rolling checkpoints store the accuracies of
-        finished trials.
+        The first task has no penalty, so all trials start from the state after the first task. A
+        trial uses the same PRNG keys as the later training on these tasks. Rolling checkpoints
+        store the accuracies of finished trials.
         """
         first, *others = self._first
         untried = np.full(len(self.config.penalties), np.nan)

@@ -31,8 +31,8 @@ from cheem_jax.run.training import FitState, fit, restored
 
 T = TypeVar("T")
 WORKING_SET = 5 * 2**19
-"""Number of bytes per part of a batch. It is half of `executor.WORKING_SET`, because the backward
-pass stores the activations of the whole network."""
+"""Maximum size in bytes of a block's widest activations for one part of a batch. It is half of
+`executor.WORKING_SET`, because the backward pass stores the activations of the whole network."""
 
 
 class Init(enum.IntEnum):
@@ -47,8 +47,8 @@ class Init(enum.IntEnum):
 
 
 class FitBatch(NamedTuple):
-    """A training batch: arrays `[B, ...]` keyed by name, labels, and weights. The weights sum to 1;
-    padding has weight 0."""
+    """A training batch: input arrays `[B, ...]` keyed by name, labels, and one weight per image.
+    The weights sum to 1; padding has weight 0."""
 
     inputs: dict[str, Any]
     labels: Int[Any, "B"]
@@ -58,8 +58,8 @@ class FitBatch(NamedTuple):
 
 
 class Inputs:
-    """Images of a data set and additional arrays with one row per image, such as the queries of
-    prompts."""
+    """Images, additional arrays with one row per image (such as the queries that select prompts),
+    or both."""
 
     def __init__(self, images: Images | None = None, **others: np.ndarray):
         self.images, self.others = images, others
@@ -293,10 +293,10 @@ def over_batches(
 
 
 def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
-    """Return the arrays with the gradient 0 where `mask` is False.
+    """Stop the gradient of the elements of `tree` whose mask is False; all values are unchanged.
 
-    The axes of `mask` are the first axes of the arrays. Adam leaves the elements with the gradient
-    0 unchanged, because their moments are 0 at the start of each task.
+    The axes of `mask` are the first axes of each array of `tree`. Adam does not change elements
+    with the gradient 0, because their moments are 0 at the start of each task.
     """
 
     def only(leaf: Array) -> Array:

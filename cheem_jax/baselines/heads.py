@@ -1,7 +1,7 @@
 """Heads of the baselines, and predictions from their logits.
 
-A method has one head for all classes, or one head per task. Heads are padded to a power of two, so
-that tasks share compiled functions.
+A method has one head for all classes, or one head per task. The columns of a head are padded to a
+power of two, so that tasks share compiled functions.
 """
 
 import functools
@@ -22,8 +22,8 @@ from cheem_jax.run.method import check_task_ids
 
 
 class Classes:
-    """Classes of all learned tasks. Columns `first[t]` to `first[t + 1] - 1` of a global head
-    belong to task t."""
+    """Classes of all learned tasks. In a global head, which has columns for all classes, columns
+    `first[t]` to `first[t + 1] - 1` belong to task t."""
 
     def __init__(self, names: Sequence[str] = (), classes: Sequence[Sequence[str]] = ()):
         self.names = list(names)
@@ -99,7 +99,7 @@ def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_
     size = next_power_of_two(num_seen + num_new)
     weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)
     if head is not None:
-        # on the host, because the device would compile a slice for every number of classes
+        # on the host, because JAX would compile a new slice for every number of classes
         weight[:, :num_seen] = np.asarray(head.weight)[:, :num_seen]
         bias[:num_seen] = np.asarray(head.bias)[:num_seen]
     new = _truncated(key, width, next_power_of_two(num_new))

@@ -35,8 +35,8 @@ class L2pConfig:
     pool: int = 30
     """Number of prompts in the pool (original: 10)."""
     length: int = 20
-    """Number of rows of a prompt: the first half is keys, the second half is values (original: 10
-    tokens)."""
+    """Number of rows of a prompt (original: 10 tokens): the first half is keys, the second half is
+    values."""
     top_k: int = 5
     """Number of prompts per image (original: 4)."""
     layers: tuple[int, ...] = (0,)
@@ -116,7 +116,7 @@ class L2p(Prompting):
         return {"attention": attention, "executed": attention + cosines}
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the numbers of trained and of added prompt parameters. Both are the size of the
-        pool, but tasks after the first add 0 parameters."""
+        """Return the number of trained and the number of added prompt parameters. Each task trains
+        the whole pool; the first task adds the whole pool, and later tasks add 0 parameters."""
         pool = sum(values.size for values in self.state.prompts.values())
         return pool, pool if index == 0 else 0

@@ -6,8 +6,8 @@ in the stream. Low-rank pairs follow Hu et al., "LoRA: Low-Rank Adaptation of La
 Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
 
 LoRA fine-tuning is an upper bound in the CHEEM paper's tables, because it is given the task ID of
-each image. Its networks are identical to those of LoRA-CL with the same seed. Its FLOPs are those
-of a plain pass, because the pairs can be merged into the backbone.
+each image. Its networks are identical to those of LoRA-CL with the same seed. Its FLOPs are the
+FLOPs of a plain pass, because the pairs can be merged into the backbone.
 
 With `op="new"`, every block has New instead of Adapt: each task trains a full copy of all plastic
 layers. No architecture of CHEEM's search adds more parameters.
@@ -40,8 +40,8 @@ from cheem_jax.run.training import images_left
 
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
-    """Settings of LoRA-CL. The 20 epochs are inferred from the CHEEM paper's times, and rank 40
-    from its FLOPs with un-merged pairs."""
+    """Settings of LoRA-CL. The 20 epochs are inferred from the hours per task in the CHEEM paper,
+    and rank 40 from the FLOPs in the paper, which include un-merged pairs."""
 
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"

@@ -1,13 +1,13 @@
-"""MoAL: slowly moving adapters, and a closed-form head on random features.
+"""MoAL: slowly changing adapters, and a closed-form head on random features.
 
 Adapters parallel to every FFN are trained on all tasks in turn with an auxiliary cosine head.
 Starting with the second task, predictions use a moving average of the adapters. The predicting head
 is ridge regression on random features; recursive least squares adds each task's images with the
 same result as a regression on all images. After each task, the means of earlier classes are
 corrected for the drift of the features. "Rumination" shifts new features to the means of earlier
-classes, and updates the head again with the new and shifted features that it classifies wrongly.
-Gao et al., "Knowledge Memorization and Rumination for Pre-trained Model-based Class-Incremental
-Learning", CVPR 2025.
+classes; the head is then updated again with the new and shifted features that the head classifies
+wrongly. Gao et al., "Knowledge Memorization and Rumination for Pre-trained Model-based
+Class-Incremental Learning", CVPR 2025.
 """
 
 import dataclasses
@@ -57,19 +57,19 @@ second task."""
 
 
 class MoalOrder(enum.IntEnum):
-    """Shuffled orders of `Phase.ALIGNMENT_ORDER`. The number of a member is part of its PRNG key,
-    so new members are appended."""
+    """Shuffled orders that are sampled in `Phase.ALIGNMENT_ORDER`. The number of a member is part
+    of its PRNG key, so new members are appended."""
 
     RIDGE = 0
-    """Images of the first task; the last fifth is held out."""
+    """Images of the first task; the last fifth is held out to select the penalty."""
     RUMINATION = 1
     DRIFT = 2
-    """Images of the new task; the last tenth is held out."""
+    """Images of the new task; the last tenth is held out to select the penalty."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MoalConfig(AdapterConfig):
-    """Settings of MoAL, with the optimizer of the CHEEM paper's comparison."""
+    """Settings of MoAL; its optimizer is Adam, as in the CHEEM paper's comparison."""
 
     name: ClassVar[str] = "moal"
     hidden: int = 5000
@@ -251,8 +251,8 @@ class Moal(AdapterBaseline):
         """Update the head by recursive least squares, first on the new features, then on
         `rumination`, which is the result of `shifted_sources`.
 
-        Returns the head, and a report with the number of ruminated images and the number of wrong
-        predictions among them.
+        Returns the head, and a report with the number of features for rumination, and the number of
+        these features that the head classified wrongly.
         """
         state = self.state
         num_old = self.classes.num
@@ -302,7 +302,7 @@ class Moal(AdapterBaseline):
 def least_squares(
     analytic: Analytic, lifted: Float[np.ndarray, "N H"], targets: Float[np.ndarray, "N C"]
 ) -> None:
-    """Add images to the regression, in place, by one step of recursive least squares.
+    """Update `analytic` in place with additional images, by a step of recursive least squares.
 
     The result is identical to a regression on all images, up to rounding. With Woodbury's identity,
     the step requires only the Cholesky factor of an N x N matrix.
@@ -319,11 +319,11 @@ def least_squares(
 def drift_map(
     old: Float[np.ndarray, "N D"], new: Float[np.ndarray, "N D"]
 ) -> Float[np.ndarray, "D D"]:
-    """Fit a linear map from the old features of shuffled images to their new features.
+    """Fit a linear map from the `old` to the `new` features of the same images.
 
-    The fit is least squares with a penalty on the distance from the identity, because features
-    drift little, and a few images do not determine a map in many dimensions. The penalty is
-    selected on the last tenth of the images.
+    The fit is least squares with a penalty on the distance between the map and the identity,
+    because features drift little, and a few images do not determine a map in many dimensions. The
+    penalty is selected on the last tenth of the rows, which must be in shuffled order.
     """
     old, moved = old.astype(np.float64), new.astype(np.float64) - old
     num, width = old.shape

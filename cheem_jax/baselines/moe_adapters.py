@@ -2,16 +2,16 @@
 selects two experts per image and block.
 
 An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. The
-input of a task's router is the CLS token at this point. The router selects the experts with the two
-largest logits for all tokens of the image, and the weights of the two experts are the softmax of
-these logits. After each task, up to two experts per block are frozen: the experts that the images
-of the task used most. Later tasks can use frozen experts, but do not train them. A small network
-computes features of an image; the inferred task is the task whose auto-encoder reconstructs these
-features with the lowest error. Yu et al., "Boosting Continual Learning of Vision-Language Models
-via Mixture-of-Experts Adapters", CVPR 2024; this implementation predicts classes with linear heads
-instead of texts, as in the CHEEM paper's comparison. Task-ID inference by auto-encoders follows
-Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network of Experts", CVPR
-2017.
+input of a task's router is the CLS token at this point. The router selects the two experts with the
+largest logits. All tokens of the image use these two experts, weighted by the softmax of the two
+logits. After each task, up to two experts per block are frozen: the experts that the images of the
+task used most. Later tasks can use frozen experts, but do not train them. A separate network
+computes features of an image for task-ID inference; the inferred task is the task whose
+auto-encoder reconstructs these features with the lowest error. Yu et al., "Boosting Continual
+Learning of Vision-Language Models via Mixture-of-Experts Adapters", CVPR 2024; this implementation
+predicts classes with linear heads instead of texts, as in the CHEEM paper's comparison. Task-ID
+inference by auto-encoders follows Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning
+with a Network of Experts", CVPR 2017.
 """
 
 import dataclasses
@@ -82,7 +82,8 @@ class MoeAdaptersConfig:
 
     name: ClassVar[str] = "moe_adapters"
     experts: int = 22
-    """Number of experts per block, shared by all tasks; 22 are sufficient for eleven tasks."""
+    """Number of experts per block, shared by all tasks. Each task freezes at most two experts per
+    block, so 22 are sufficient for eleven tasks."""
     bottleneck: int = 8
     """Rank of an expert; the paper's FLOPs correspond to two experts of rank 8 (official: 64)."""
     fit: FitConfig = FitConfig(epochs=20)
@@ -224,7 +225,7 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
         with session.phase("experts", len(images), fitting.saved) as advance:
             tasks = np.zeros(len(images), np.int32)
             _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
-            # number of images per expert and block
+            # number of images that use each expert, per block
             uses = (chosen[..., None] == np.arange(self.config.experts)).sum(axis=(0, 2))
         with session.phase("features"):
             features = self.router_features(task.train.images)
@@ -241,7 +242,7 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
         self.state = MoeState(experts, freeze(before, uses))
         self.tasks.append(MoeTask(np.asarray(router), cut(head, num), autoencoder))
         other_params = (self.vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
-        # training also uses weights for the router's noise, which are not stored
+        # `learned` also counts the noise weights, which are trained but not stored
         learned = (
             int((~before).sum()) * (all_experts // before.size) + 2 * router.size + other_params
         )
@@ -327,8 +328,8 @@ def gate(
     """Select the experts with the two largest logits (ties select the first), weighted by the
     softmax of these logits.
 
-    `token` is the CLS token, and `tasks` selects each image's router. Training adds noise with a
-    learned standard deviation.
+    `token` is the CLS token, and `tasks` selects each image's router. If `training` is not None,
+    noise with a learned standard deviation is added to the logits.
     """
     # Products are float32 on every device, because a rounded logit can select a different expert.
     logits = jnp.einsum("bd,tde->bte", token, routers, precision="highest")
@@ -350,9 +351,10 @@ def mixture(
     *,
     precision: Precision = "float32",
 ) -> Float[Array, "B N D"]:
-    """Compute the weighted sum of each image's experts without running the other experts.
+    """Compute the weighted sum of the outputs of each image's selected experts; the other experts
+    are not computed.
 
-    `is_kept` is the dropout mask.
+    `z` contains the input tokens, and `is_kept` is the dropout mask.
     """
     down, down_bias, up, up_bias = (leaf[gates.chosen] for leaf in experts)  # [B, k, ...]
     num, k, rank, width = down.shape

@@ -95,7 +95,8 @@ class Prompting(OneHead, TrainedBaseline):
 
     @abc.abstractmethod
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """Return the initial prompts of task `index`; `prompts` is empty before the first task."""
+        """Return all prompts at the start of task `index`. `prompts` contains the prompts at the
+        end of the previous task; it is empty for the first task."""
 
     @abc.abstractmethod
     def attach(
@@ -134,7 +135,7 @@ class Prompting(OneHead, TrainedBaseline):
         )
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone, the number of the task, the first column of the task in the head,
+        """Return the backbone, the index of the task, the first column of the task in the head,
         and the number of the task's classes."""
         position = (len(self.classes), self.classes.num, len(task.classes))
         return (self.executor.leaves, *map(np.int32, position))
@@ -280,8 +281,8 @@ def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, "
 
 
 def check_layers(layers: tuple[int, ...], depth: int) -> None:
-    """Raise ValueError unless `layers` contains at least one index, no index twice, and only
-    indices of blocks of the backbone."""
+    """Raise ValueError if `layers` is empty, contains an index twice, or contains an index that is
+    not the index of a block of the backbone."""
     if not layers or not set(layers) <= set(range(depth)) or len(set(layers)) < len(layers):
         raise ValueError(
             f"layers {layers} are invalid for this backbone; expected different numbers in"

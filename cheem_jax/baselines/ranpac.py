@@ -1,10 +1,11 @@
 """RanPAC: adapters of the first task, and a ridge head on random features of all tasks.
 
 Adapters parallel to every FFN are trained on the first task and then stay frozen. Every image is
-mapped to random features, the ReLU of a random projection of its adapted features. The head is
-ridge regression on the random features. Their second moments are sums over images, so learning
-tasks one by one is identical to a regression on the images of all tasks. McDonnell et al., "RanPAC:
-Random Projections and Pre-trained Models for Continual Learning", NeurIPS 2023.
+mapped to random features: the ReLU of a random projection of the image's features with adapters.
+The head is ridge regression on the random features. The second moments of the random features are
+sums over images, so learning tasks one by one yields the same head as a regression with the same
+penalty on the images of all tasks. McDonnell et al., "RanPAC: Random Projections and Pre-trained
+Models for Continual Learning", NeurIPS 2023.
 """
 
 import dataclasses
@@ -94,7 +95,7 @@ class RanPac(AdapterBaseline):
         return self.executor.leaves, np.int32(0), np.int32(len(task.classes))
 
     def train(self, task: Task, fitting: Fitting, session: Session) -> Fitting:
-        """Train the adapters on the first task."""
+        """Train the adapters on the first task; for later tasks, return `fitting` unchanged."""
         return fitting if self.state else super().train(task, fitting, session)
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:

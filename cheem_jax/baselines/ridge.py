@@ -114,7 +114,7 @@ def best_ridge(
         try:
             weight = scipy.linalg.cho_solve(_factor(moments, penalty), products)
         except np.linalg.LinAlgError:
-            continue  # the penalty is too small: the sum is singular in float64
+            continue  # too small: the moments plus the penalty are singular in float64
         errors[penalty] = sum(
             float(((lifted @ weight - targets) ** 2).sum()) for lifted, targets in held_out()
         )
@@ -124,7 +124,7 @@ def best_ridge(
 def ridge_factor(moments: Float[np.ndarray, "H H"], penalty: float) -> tuple[Factor, float]:
     """Factorise the moments plus a penalty. Return the factor and the penalty.
 
-    The penalty is multiplied by ten while the sum is singular in float64.
+    If the sum is singular in float64, the penalty is multiplied by ten until it is not.
     """
     while True:
         try:

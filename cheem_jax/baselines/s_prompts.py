@@ -4,8 +4,8 @@ infers the task ID.
 The tokens are inserted between the CLS token and the patches before the first block, without
 position embedding. Tasks share no parameters, so an additional task affects earlier tasks only if
 the router confuses the tasks. Wang, Huang and Hong, "S-Prompts Learning with Pre-trained
-Transformers: An Occam's Razor for Domain Incremental Learning", NeurIPS 2022 (its image-only
-variant).
+Transformers: An Occam's Razor for Domain Incremental Learning", NeurIPS 2022. This implementation
+is the image-only variant.
 """
 
 import dataclasses

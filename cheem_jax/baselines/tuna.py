@@ -2,12 +2,12 @@
 
 One set of adapters is trained on all tasks in turn, and a copy is stored after each task. Heads are
 cosine classifiers. After each task except the first, all heads are aligned: they are trained on
-features sampled from one Gaussian per class. A prediction runs the image through every copy and
-through the merged "universal" adapters. The prediction adds the probabilities of the copy with the
-lowest entropy to the probabilities of the universal adapters. Wang et al., "Integrating
-Task-Specific and Universal Adapters for Pre-Trained Model-based Class-Incremental Learning", ICCV
-2025; the merge follows Huang et al., "EMR-Merging: Tuning-Free High-Performance Model Merging",
-NeurIPS 2024.
+features sampled from one Gaussian per class. A prediction runs the image through the backbone with
+every copy, and with the merged "universal" adapters. The prediction adds the probabilities of the
+copy with the lowest entropy to the probabilities of the universal adapters. Wang et al.,
+"Integrating Task-Specific and Universal Adapters for Pre-Trained Model-based Class-Incremental
+Learning", ICCV 2025; the merge follows Huang et al., "EMR-Merging: Tuning-Free High-Performance
+Model Merging", NeurIPS 2024.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ SAMPLES = 5
 
 @dataclasses.dataclass(frozen=True)
 class TunaConfig(AdapterConfig):
-    """Settings of TUNA, with the optimizer of the CHEEM paper's comparison."""
+    """Settings of TUNA; adapters are trained with Adam, as in the CHEEM paper's comparison."""
 
     name: ClassVar[str] = "tuna"
     bottleneck: int = 16
@@ -243,7 +243,7 @@ class Tuna(AdapterBaseline):
         return np.asarray(fitting.learned)[:, : len(means)], losses
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of the task's Gaussians, and of the head's columns of earlier
+        """Return the bytes of the task's Gaussians, and of the head's columns for earlier
         classes."""
         width = self.vit.width
         return 4 * (len(task.classes) * width * (1 + width) + width * self.classes.num)

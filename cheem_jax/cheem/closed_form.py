@@ -2,8 +2,8 @@
 predictions in closed form.
 
 The supernet has one head for all sampled architectures, and the accuracy of this head ranks
-architectures poorly. The functions of this module score each architecture by the best ridge head on
-its features, without gradient steps.
+architectures poorly. `closed_form_score` instead scores each architecture by the best ridge head on
+the features of this architecture, without gradient steps.
 """
 
 import functools
@@ -120,8 +120,8 @@ def ridge_head(
     is selected from `HEAD_PENALTIES`.
 
     Returns the head and its penalty per image. The head includes the standardisation of the
-    features. Its logits are scaled so that the softmax of the leave-one-out predictions has the
-    highest mean log-probability, within the limits of `fit_temperature`.
+    features. The logits of the head are scaled to maximise the mean log-probability of the labels
+    under the leave-one-out predictions, within the limits of `fit_temperature`.
     """
     from sklearn.linear_model import (
         RidgeCV,
@@ -154,8 +154,8 @@ def start_with_ridge_head(
     feed: Feed,
     batch_size: int,
 ) -> SupernetState:
-    """Make the state before the first step. Its head is a ridge head that is fitted to the frozen
-    backbone's features.
+    """Make the supernet's state before the first training step. The head of this state is a ridge
+    head that is fitted to the frozen backbone's features.
 
     With a random head, the first steps of Adam would change the low-rank pairs in random
     directions. On tasks with many classes and few images, the loss can then stay at that of a
@@ -183,7 +183,7 @@ RIDGE_SCALE = 20.0
 
 class HeadComparison(NamedTuple):
     """Validation results of a learned network and of the frozen backbone with a ridge head. In each
-    pair, the first value is of the network and the second of the backbone."""
+    pair, the first value is that of the network, and the second is that of the backbone."""
 
     head: Head
     """The ridge head."""

@@ -1,5 +1,5 @@
-"""Settings of CHEEM: the paper's values, our choices if the paper states no value, and smaller
-values for a CPU."""
+"""Settings of CHEEM: the paper's values, our values for settings that the paper does not state, and
+smaller values for a CPU."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -149,15 +149,15 @@ class CheemConfig:
 class CheemLiteConfig(CheemConfig):
     """CHEEM whose router is a network that is lighter than the backbone.
 
-    The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves the FLOPs
-    (table on CHEEM-lite). Only the router's features and centroids differ from CHEEM.
+    The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves the FLOPs (the
+    paper's table on CHEEM-lite). Only the router's features and centroids differ from CHEEM.
     """
 
     name: ClassVar[str] = "cheem_lite"
 
 
 PAPER = CheemConfig(ops=OpSettings(rank=40))
-"""The paper's settings, and our choices if the paper states no value."""
+"""The paper's settings, and our values for settings that the paper does not state."""
 
 QUICK = CheemConfig(
     supernet=FitConfig(epochs=8),
@@ -175,8 +175,8 @@ DEMO = dataclasses.replace(
 """`quick` with more epochs and a higher learning rate, for tasks of a few hundred small images."""
 
 PLUS = {"router": RouterConfig("lda", "early")}
-"""Settings that replace the router by a more accurate one for small real data sets
-(docs/results_96.md)."""
+"""Settings that replace the paper's router by another router, which is more accurate on small real
+data sets (docs/results_96.md)."""
 
 QUICK_PLUS = dataclasses.replace(
     QUICK,
@@ -188,13 +188,14 @@ QUICK_PLUS = dataclasses.replace(
     finetune=FitConfig(epochs=12, learning_rate=3e-3),
     **PLUS,
 )
-"""`quick` with the router of `PLUS`, and a search for tasks that differ much from the pretraining
-data (docs/search.md).
+"""`quick` with the router of `PLUS`, and a search that suits tasks that differ much from the
+pretraining data (docs/search.md).
 
-The supernet trains for fewer epochs and the target network for more. The search scores fewer
-candidates, with closed-form heads. New is initialised as a copy and has a lower learning rate.
-These settings were measured only with the budget of `quick`. The preset `cheem_plus`, which has the
-budget of `paper`, therefore changes only the router.
+Compared with `quick`, the supernet trains for fewer epochs and the target network for more. The
+search scores fewer candidates, with closed-form heads. New is initialised as a copy of the base
+expert, and has a lower learning rate than Adapt. These settings were measured only with the compute
+budget of `quick`. The preset `cheem_plus`, which has the compute budget of `paper`, therefore
+changes only the router.
 """
 
 Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]

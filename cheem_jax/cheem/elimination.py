@@ -1,5 +1,6 @@
 """Backward elimination: a search that starts from a network that adapts every block, and replaces
-Adapt by Reuse or Skip as long as the validation loss allows it (beyond the paper).
+Adapt by Reuse or Skip as long as the validation loss allows it. The paper does not contain this
+search.
 
 The search is a pure function of arrays. The loss function is an argument, so tests can search a toy
 landscape.
@@ -46,17 +47,18 @@ def eliminate(
     """Replace genes of the anchor as long as the validation loss does not increase significantly.
 
     First, each change of one gene is scored alone. Then the changes are tried one after another,
-    together with the changes accepted before. The change with the smallest mean loss when scored
-    alone is tried first. A network is accepted if its loss minus the anchor's loss on the same
-    image, averaged over images, is at most `standard_errors` times the standard error of this
-    average. Most of the noise of a small validation set cancels in these differences. A block can
-    change more than once, but only to a candidate that is later in its list in `changes`.
+    each together with the changes accepted before it. They are tried in increasing order of the
+    mean loss that each change has alone. A network is accepted if its loss minus the anchor's loss
+    on the same image, averaged over images, is at most `standard_errors` times the standard error
+    of this average. Most of the noise of a small validation set cancels in these differences. A
+    block can change more than once, but only to a candidate that is later in the block's list in
+    `changes`.
 
     Returns the genome of the last accepted network, and all scored networks. Raises ValueError if
     the anchor's loss is non-finite. A network with a non-finite loss is not accepted.
 
     Args:
-        score: maps genomes `[P, L]` to losses on the same N images.
+        score: maps genomes `[P, L]` to losses on N images; all calls use the same images.
         anchor: genome to start from.
         changes: for each block, the candidate indices that can replace the anchor's index, from the
             most to the least expensive.
@@ -113,8 +115,8 @@ def eliminate(
 
 
 def is_accepted(differences: Float[np.ndarray, "N"], standard_errors: float) -> bool:
-    """Whether the mean of paired differences is at most `standard_errors` times its standard error;
-    False for non-finite differences."""
+    """Return whether the mean of paired differences is at most `standard_errors` times its standard
+    error. Return False if a difference is non-finite."""
     error = np.std(differences, ddof=1) / np.sqrt(len(differences)) if len(differences) > 1 else 0.0
     return bool(np.mean(differences) <= standard_errors * error)
 

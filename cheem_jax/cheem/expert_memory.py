@@ -74,7 +74,8 @@ class Underway:
     """Saved arrays of the training stages that have not resumed yet, keyed by the name of the
     stage."""
     training: tuple[str, SupernetFit] | None = None
-    """Name and current state of the latest training stage; checkpoints include its arrays."""
+    """Name and current fit of the latest training stage; checkpoints include the arrays of the
+    fit."""
 
     @classmethod
     def resume(cls, saved: Saved | None) -> "Underway":
@@ -135,7 +136,8 @@ class Underway:
 
 
 class ExpertMemory:
-    """A memory of experts with a router. Methods that are given the task ID have no router."""
+    """Base class of the continual learners that store experts and heads in a memory, and infer the
+    task ID with a router. Methods that are given the task ID (`needs_task_id`) have no router."""
 
     name = "expert_memory"
     needs_task_id = False
@@ -172,7 +174,7 @@ class ExpertMemory:
         session: Session,
     ) -> None:
         """Add a task and the grown pool to the memory. If the method has a router, also fit the
-        router's statistics of the task to its training images."""
+        router's statistics to the training images of the task."""
         before = self.memory
         place = TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.needs_task_id:
@@ -195,8 +197,8 @@ class ExpertMemory:
 
     @property
     def dense(self) -> DenseExperts:
-        """The dense experts of the current memory, in a cache of at most `executor.budget`
-        bytes."""
+        """The dense experts of the current memory. At most `executor.budget` bytes of merged
+        experts are cached."""
         if self._dense.pool is not self.memory.pool:
             self._dense = DenseExperts(self.memory.pool, self.executor.budget, self._dense)
         return self._dense
@@ -208,8 +210,9 @@ class ExpertMemory:
         return self._index
 
     def costs(self, index: int) -> dict[str, Any]:
-        """Compute the costs of the learned task `index`: FLOPs by the paper's and by the explicit
-        convention, and numbers of parameters."""
+        """Compute the costs of the learned task `index`: FLOPs per image and numbers of parameters.
+        `flops_method` follows the paper's convention, `flops_explicit` also counts attention
+        products, and `flops_executed` counts all executed matrix products."""
         task = self.memory.tasks[index]
         vit = self.executor.config
         placement = self.executor.placement
@@ -262,8 +265,9 @@ class ExpertMemory:
     def _executed(self, index: int) -> int:
         """Compute the executed FLOPs of task-ID inference plus the task's network.
 
-        If the router reads the backbone's features, the task's network starts from the backbone's
-        tokens after the last block that both share, and the shared blocks count once.
+        If the router reads the backbone's features, the router and the task's network share the
+        blocks before the first block in which the network does not use the base expert, or fewer
+        blocks if the router reads earlier features. Shared blocks count once.
         """
         task = self.memory.tasks[index]
         vit = self.executor.config
@@ -307,7 +311,8 @@ class ExpertMemory:
 
     def _classes(self, task: TaskMemory, images: Images, *, shares: bool) -> Int[np.ndarray, "N"]:
         """Predict the classes of images with a task's network. If `shares` is true and the router
-        reads the backbone's final features, the same pass also computes and caches them."""
+        reads the backbone's final features, the same pass also computes these features for all
+        images, and they are cached."""
         networks = [task_network(self.dense, task.experts)]
         shares = shares and not self.needs_task_id and self.features.ends(self.executor)
         if shares and not self.features.has(images):
@@ -358,7 +363,8 @@ def router_arrays(task: TaskMemory) -> list[np.ndarray]:
 class TaskNetworks:
     """Networks of learned tasks, built on request.
 
-    Merged experts are cached in `experts` up to its limit, and all networks share the cache.
+    Merged experts are cached in `experts`, up to `experts.limit` bytes. All networks share this
+    cache.
     """
 
     def __init__(self, experts: DenseExperts, tasks: Sequence[TaskMemory]):
@@ -396,8 +402,8 @@ class TaskNetworks:
 def task_network(
     experts: DenseExperts | Sequence[Sequence[Expert]], used: Sequence[int | None]
 ) -> list[Dense]:
-    """Make the network of a learned task. `used` is the pool index of the expert in each block, or
-    None for Skip.
+    """Make the network of a learned task. `used` contains the pool index of the expert in each
+    block, or None for Skip.
 
     The code of each block in the network is the pool index of its expert, so networks that use the
     same experts share computation.

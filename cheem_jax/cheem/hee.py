@@ -80,9 +80,10 @@ def exploit_table(
     """Compute the exact probability of each candidate in each block under exploitation.
 
     `experts[i][l]` is the index of the expert that network i uses in block l, or None if the
-    network skips the block. The first level has one entry per network. If two networks use the same
-    expert, their probabilities are added to the same candidates. The candidate axis C is padded
-    with zeros to a power of two.
+    network skips the block. At the first level of the hierarchy, each network has a separate
+    probability (`first_level`). If two networks use the same expert, their probabilities are added
+    up in the candidates of this expert. The candidate axis C is padded with zeros to a power of
+    two.
     """
     table = _empty(sizes)
     for block, n in enumerate(sizes):
@@ -133,7 +134,7 @@ class Anchor(NamedTuple):
     """Candidate index of Adapt in each block."""
     changes: Sequence[Sequence[int]]
     """Indices of the candidates that can replace Adapt in each block, from the most to the least
-    expensive: Reuse candidates, then Skip. They add no parameters."""
+    expensive: Reuse candidates, then Skip. These candidates add no parameters."""
 
     def table(self, sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
         """Make the table from which supernet training samples. In each block, Adapt has probability

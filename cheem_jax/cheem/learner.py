@@ -1,9 +1,9 @@
 """CHEEM: continual learning that selects one of the ops Reuse, New, Adapt and Skip for each block,
 by hierarchical exploration and exploitation (paper section 'Our Proposed CHEEM').
 
-Each task is learned in these phases: compute the similarity to all earlier networks, train the
-supernet, search for the target network, train the target network stand-alone, add its experts to
-the pool, and fit the router to the task.
+Each task is learned in these phases: compute the similarity of the task to all earlier tasks, train
+the supernet, search for the target network, train the target network stand-alone, add its experts
+to the pool, and fit the router to the task.
 """
 
 import dataclasses
@@ -78,7 +78,8 @@ class SamplingTables(NamedTuple):
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
     anchor: Anchor | None = None
-    """Network from which backward elimination starts. If it is set, `exploit` is its table."""
+    """Network from which backward elimination starts; None without backward elimination. If there
+    is an anchor, `exploit` is the table of the anchor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +91,8 @@ class Learning:
     task: Task
     candidates: Candidates
     train: Feed
-    """Feed of the training images. If their tokens before the first expert fit into `budget`, the
-    feed yields these cached tokens."""
+    """Feed of the training images. If the tokens of these images, computed up to the first expert,
+    fit into `budget`, the feed yields them from a cache."""
     val: Feed
     """Feed of the validation images, cached in the same way."""
     budget: Budget
@@ -104,7 +105,8 @@ class Cheem(ExpertMemory):
 
     `base_means` are the mean CLS tokens mu of the base task `[L, D]`, measured with the placement,
     token position and image size of this run; None sets the similarity to the base task to 0.
-    `features` computes the router's features, with the same backbone or with a lighter network.
+    `features` computes the router's features, with the backbone of `executor` or with a lighter
+    network.
     """
 
     always_compares = False
@@ -207,7 +209,8 @@ class Cheem(ExpertMemory):
 
     def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
         """Compute the similarity S of the new task to the base task and to every earlier task, per
-        block. S is NaN if the earlier task skips the block (section 'Task similarity')."""
+        block. S is NaN in blocks that the network of the earlier task skips (section 'Task
+        similarity')."""
         underway = learning.underway
         if underway.similarity is None:
             stored = [task.means for task in self.memory.tasks]
@@ -393,8 +396,8 @@ class Cheem(ExpertMemory):
 
 
 def scored_rows(config: CheemConfig, keys: Keys, learning: Learning) -> Int[np.ndarray, "N"]:
-    """Sample the training images on which the search scores candidates, and return their sorted
-    indices."""
+    """Sample the training images on which the search scores candidates. Return the sorted indices
+    of these images."""
     rng = np.random.default_rng(keys.seed_at(learning.index, Phase.SCORE))
     shuffled = rng.permutation(len(learning.task.train.labels))
     return np.sort(shuffled[: num_scored(config, learning.task)])
@@ -437,7 +440,7 @@ def search_backward(
 ) -> Int[np.ndarray, "L"]:
     """Search for the target network by backward elimination, and return its candidate indices.
 
-    `underway.eliminated` contains all scored architectures.
+    All scored architectures are stored in `learning.underway`.
     """
     underway = learning.underway
     labels = learning.task.val.labels
@@ -477,7 +480,7 @@ def begin_stage(
     supernet: Supernet,
     config: CheemConfig,
 ) -> SupernetFit:
-    """Return the training stage `name`: in the state that an earlier process saved, or in its
+    """Return the training stage `name`. It is in the state that an earlier process saved, or in its
     initial state if nothing was saved."""
     fitting = learning.underway.fitting(name, supernet)
     if config.head == "ridge" and not fitting.progress.step:
@@ -495,9 +498,9 @@ def feed_splits(
 ) -> tuple[Feed, Feed]:
     """Return the feeds of the training and the validation images.
 
-    A feed yields cached tokens before the first expert if the tokens of all its images fit into
-    `budget`; otherwise, it yields tokens computed from the images. The budget is used first for the
-    images of both splits, then for tokens.
+    If the tokens of all images of a split, computed up to the first expert, fit into `budget`, the
+    feed yields these tokens from a cache. Otherwise, the feed computes tokens from the images in
+    every pass. The budget is used first for the images of both splits, then for tokens.
     """
     splits = (task.train, task.val)
     feeds = [feed_images(executor, split.images, budget) for split in splits]
@@ -536,12 +539,12 @@ def earlier_means(
     limit: int,
     batch_size: int,
 ) -> Float[np.ndarray, "E L D"]:
-    """Compute the mean CLS tokens mu of the task's images with the base network and with each
-    earlier task's network. The mean is 0 in blocks that a network skips.
+    """Compute the mean CLS tokens mu of the new task's images, once with the base network and once
+    with the network of each earlier task. The mean is 0 in blocks that the network skips.
 
     Each pass runs several networks. Together, the experts of these networks have at most `limit`
-    bytes (see `together`). If the router reads the features of the base network, these features are
-    stored in `frozen`.
+    bytes (see `together`). If the router reads the final features of the base network, these
+    features are stored in `frozen`.
     """
     task = learning.task
     experts, earlier = learning.candidates.experts, learning.candidates.earlier
@@ -594,8 +597,8 @@ def sampling_tables(
 
 
 def num_scored(config: CheemConfig, task: Task) -> int:
-    """Count the training images on which the search scores candidates. The count is 0 if the
-    supernet's head scores them, because that score uses only validation images."""
+    """Count the training images on which the search scores candidates. The count is 0 if candidates
+    are scored with the supernet's head, because that score uses only validation images."""
     num = len(task.train.labels)
     return 0 if config.score == "shared_head" else min(config.score_images or num, num)
 
@@ -685,9 +688,10 @@ def expected_seconds(
     """Estimate the seconds for learning a task on this machine, from scratch or from the progress
     in `saved`.
 
-    The estimate is the number of forward passes of single images times their measured seconds. A
-    training step counts as three forward passes per image. The time for augmentation is measured
-    separately and added. The estimate ignores compilation, and the time saved by shared prefixes.
+    The estimate is the number of forward passes, counted per image, times the measured seconds per
+    image. A training step counts as three forward passes per image. The time for augmentation is
+    measured separately and added. The estimate ignores the time for compilation, and the time saved
+    when networks share their first blocks.
     """
     images = task.train.images
     num = len(task.train.labels)
@@ -717,8 +721,8 @@ def expected_seconds(
     if underway.searched is not None:
         generations -= underway.searched.generations
     networks = config.search.population * generations
-    # backward elimination scores Reuse and Skip of each block alone, and again after earlier
-    # changes
+    # backward elimination scores each change (Reuse and Skip of each block) at most twice: alone,
+    # and together with the changes accepted before it
     if config.sampling == "anchored":
         networks = 4 * executor.num_blocks
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))

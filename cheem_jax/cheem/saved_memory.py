@@ -140,11 +140,12 @@ def _with_forgotten(
 
 
 def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]:
-    """Open the tasks of a corrupted memory that still predict as before.
+    """Open a corrupted memory without its lost tasks. Given the task ID, predictions for the
+    remaining tasks do not change.
 
-    Returns a memory with these tasks, and the error for each lost task, keyed by directory name. A
-    task that uses an expert of a corrupted task is lost too. The pool of the returned memory has
-    gaps, so the memory can predict but not learn.
+    Returns a memory with the remaining tasks, and the error for each lost task, keyed by directory
+    name. A task is lost if it is corrupted, or if it uses or adapts an expert of a lost task. The
+    pool of the returned memory has gaps, so the memory can predict but not learn.
     """
     blocks = [list(block) for block in pool]
     tasks = list[TaskMemory]()

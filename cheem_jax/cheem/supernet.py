@@ -142,8 +142,8 @@ class Supernet:
         )
 
     def inherit(self, state: SupernetState, architecture: Architecture) -> SupernetState:
-        """Make a state with the learners of one architecture and the head; all Adam moments are
-        reset to zero."""
+        """Make a state with the head and with the learners of one architecture; all Adam moments
+        are reset to zero."""
         places = learned_places(architecture)
         learners = {place: _restarted(self.learner(state, place)) for place in places}
         return SupernetState(learners, _restarted(state.head))

@@ -76,7 +76,7 @@ def train_steps(
     rates: Sequence[float],
 ) -> tuple[SupernetState, list[jax.Array]]:
     """Train each architecture for one step, in order, as `train_step` does. Each call on the device
-    runs `executor.steps_per_call` steps."""
+    runs at most `executor.steps_per_call` steps."""
     state = supernet.with_learners(state, architectures)
     learners, head, losses = executor.train(
         state.learners, state.head, architectures, steps, rates=rates, setup=supernet.setup
@@ -196,8 +196,8 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
 
     Compilation depends only on shapes, so the functions run on blank images and a temporary state.
     After this call, sampling an architecture triggers no compilation, unless the executor compiles
-    one function per signature. With more than one device, the first generation of the search
-    compiles the forward functions for each further device.
+    one function per signature (tuple of op kinds). With more than one device, the first generation
+    of the search compiles the forward functions for each further device.
     """
     scratch = supernet.init()
     size = executor.config.image_size
@@ -217,8 +217,8 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
     if not executor.composes:
-        # such an executor compiles one function for all patterns, or a separate function for each
-        # pattern; in both cases, only the first pattern is compiled here
+        # an executor that does not compose functions compiles one function for all patterns, or a
+        # separate function for each pattern; in both cases, only the first pattern is compiled here
         patterns = patterns[:1]
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]

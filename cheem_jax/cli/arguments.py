@@ -50,7 +50,7 @@ def parse(
         tyro.cli(kind, default=default, args=["--help"], **options)
     message = io.StringIO()
     try:
-        # tyro prints no box if standard output has no encoding
+        # tyro prints errors without a box if standard output has no encoding
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
             parsed = tyro.cli(kind, default=default, args=words, **options)
     except SystemExit as stop:
@@ -63,7 +63,7 @@ def parse(
 
 @dataclasses.dataclass
 class HelpRule:
-    """A rule of tyro that makes the help on options readable.
+    """A tyro rule that makes the help on options readable.
 
     It prints each description as a paragraph, omits the defaults None and False, and hides advanced
     options unless `shows_advanced` is set.

@@ -40,7 +40,7 @@ COLUMNS: list[str] = [
     "error",
 ]
 OPEN_SET = 0.05
-"""Share of a task's images that `cheem serve` can reject by default."""
+"""Expected share of a task's images that `cheem serve` rejects by default."""
 SHOW_PROGRESS_FROM = 500
 """Minimum number of images for a progress bar."""
 BATCH_SIZES = (1, 8, 16)
@@ -268,7 +268,7 @@ class Serve(Limits, Predicting):
 
 
 def serve_memory(settings: Serve) -> None:
-    """Serve until Ctrl-C or SIGTERM; running requests are finished."""
+    """Serve until Ctrl-C or SIGTERM, and then finish the running requests."""
     try:
         from cheem_jax.serve.app import host_names, listen, make_app, make_server, server_url
     except ImportError as error:

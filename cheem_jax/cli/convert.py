@@ -26,13 +26,13 @@ _TFDS = re.compile(r"tfds:([^:\[]+(?::\d+\.\d+\.\d+)?):(.+)")
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Convert timm weights. The image size does not change; it can be changed when weights are
-    loaded."""
+    """Convert timm weights. The converted weights keep their image size, which can be changed when
+    they are loaded."""
 
     output: Path
     """The .safetensors file to write."""
     backbone: str = "deit_tiny"
-    """One of this library's backbones, or any other plain timm name such as
+    """One of this library's backbones, or the timm name of another plain ViT, such as
     vit_small_patch16_224.dino."""
     weights: Path | None = None
     """A safetensors or npz file with timm's names, or a converted file; default: timm's repository

@@ -86,7 +86,7 @@ class Verify(DataFolder):
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME,
     hf:NAME (the Hugging Face hub), a folder or a zip."""
     cache_dir: Path | None = None
-    """Additional folder of decoded images. The hashes of these images are checked."""
+    """Folder of decoded images whose hashes are checked, in addition to the default folders."""
     skip_broken: bool = False
     """Exclude broken images as `cheem learn --skip-broken` does, and do not report them as
     errors."""
@@ -101,13 +101,13 @@ class Show(DataFolder):
     what: Annotated[str | None, tyro.conf.Positional] = None
     """Source, as for `cheem data verify`; each task gets a contact sheet."""
     stream: str | None = None
-    """mtil, vdd, a stream file or a folder of tasks. The figure displays images and classes of each
-    task."""
+    """mtil, vdd, a stream file or a folder of tasks. Draw one figure with example images of each
+    task and its numbers of classes and images."""
     split: Literal["train", "val", "test"] = "train"
     """Split of the contact sheets."""
     output: Path | None = None
-    """PNG file to write, or a folder if there is more than one task; by default, named after the
-    source, in the working directory."""
+    """PNG file to write, or a folder for the contact sheets of more than one task. By default, the
+    file or folder is in the working directory and named after the source."""
     order: Order = "default"
     """Order of MTIL's tasks."""
 
@@ -204,7 +204,7 @@ def verify_data(settings: Verify) -> None:
     results = {}
     for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:
-            with contextlib.suppress(ValueError):  # too many are broken; the findings list them
+            with contextlib.suppress(ValueError):  # too many broken images; the findings list them
                 plan = exclude_broken(plan, progress)
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)

@@ -31,7 +31,7 @@ class Doctor:
     json: bool = False
     """Print one JSON object, with the versions of all packages, instead of text."""
     network: bool = False
-    """Also check that weights can be downloaded; otherwise, the network is not used."""
+    """Also check that weights can be downloaded; the other checks do not use the internet."""
     timeout: float = 120.0
     """Seconds after which the checks are stopped."""
 

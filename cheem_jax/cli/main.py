@@ -1,4 +1,4 @@
-"""The `cheem` command: its first word selects a command, which parses the rest."""
+"""The `cheem` command. The first argument selects a command, which parses the other arguments."""
 
 import difflib
 import logging

@@ -1,4 +1,4 @@
-"""Commands that create, change and send a memory: `learn`, `forget`, `export`, `push`, `pull`.
+"""Commands that create, change or transfer a memory: `learn`, `forget`, `export`, `push`, `pull`.
 
 The commands `predict`, `evaluate` and `serve` also use `Answering`, `Predicting` and `OfData`.
 """
@@ -268,7 +268,7 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
     """Yield the differences between the options and the settings with which the memory was created.
     Files are compared by their hashes."""
     config = memory.config
-    # the value is None if the option was omitted
+    # each pair is the setting of the memory and the option, which is None if it was omitted
     pairs: dict[str, tuple[Any, Any]] = {
         "image_size": (config.image_size, settings.image_size),
         "preset": (config.preset, settings.preset),
@@ -389,8 +389,8 @@ class Export(Answering):
 
 
 def export_memory(settings: Export) -> None:
-    """Export the memory, compare the outputs of the file and of this library, and print the size
-    and the speed of the file."""
+    """Export the memory, compare the outputs of the file and of this library, and print the size of
+    the file and its time per image."""
     # errors about the format are raised before the slow opening of the memory
     kind = settings.format or kind_of(settings.file)
     exported = settings.open().export(

@@ -67,8 +67,8 @@ class Common(StreamInputs):
     engine: EngineConfig = EngineConfig()
     """Execution of networks."""
     devices: Literal["all"] | int = 1
-    """Devices that share each batch: a number, or `all` devices of all processes. Results differ
-    only by rounding."""
+    """Number of devices that share each batch, or `all` for all devices of all processes. Results
+    for different numbers of devices differ only by rounding."""
     save_every: float | None = None
     """Seconds between rolling checkpoints; default: 30, or more if checkpoints would take over 2 %
     of the time."""
@@ -101,13 +101,14 @@ class RunSettings(Common):
     """Weights of the router, as for `--weights`; for alexnet a file that
     convert/torchvision_alexnet.py writes."""
     hosts: HostsConfig = HostsConfig()
-    """Connection of more than one process to one job. Each process is started with the same command
-    and --devices all."""
+    """Processes of a job, if there is more than one. Start each process with the same command and
+    --devices all."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
-    """Number of runs, with `seed` and the following seeds. Each run has a separate folder in the
-    run directory. Default: 3 for the presets `paper` and `cheem_plus`, else 1."""
+    """Number of runs, with `seed` and the following seeds. If there is more than one run, each run
+    has a separate folder in the run directory. Default: 3 for the presets `paper` and `cheem_plus`,
+    else 1."""
     seeds: SeedsConfig = SeedsConfig()
     """Separate seeds for parts of the run."""
     measured_on: Literal["test", "validation"] = "test"

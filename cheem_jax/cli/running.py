@@ -62,8 +62,8 @@ def _cache_compiled_functions() -> None:
 
 @contextlib.contextmanager
 def errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
-    """Replace expected errors and Ctrl-C by one printed line and SystemExit. Unexpected errors keep
-    their traceback.
+    """Replace expected errors and Ctrl-C with one printed line and SystemExit. Unexpected errors
+    keep their traceback.
 
     `directory` is mentioned after Ctrl-C and in errors without a file name.
     """

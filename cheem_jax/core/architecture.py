@@ -57,8 +57,8 @@ def from_strings(texts: Any) -> Architecture:
 
 
 def num_candidates(num_experts: int) -> int:
-    """Return the number of candidates of a block, 2n + 2: Reuse and Adapt for each expert, New and
-    Skip."""
+    """Return 2n + 2, the number of candidates of a block with n experts: Reuse and Adapt for each
+    expert, New, and Skip."""
     return 2 * num_experts + 2
 
 

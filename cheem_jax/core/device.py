@@ -19,8 +19,9 @@ class Device:
     """Settings of one kind of device; the defaults are for a CPU."""
 
     is_host: bool = True
-    """Whether device memory is host memory. If so, NumPy gathers the rows of a batch, arguments are
-    not copied, and the overhead of a call is negligible."""
+    """Whether device memory is host memory. If so, NumPy gathers the rows of a batch, the arguments
+    of compiled functions are not copied, and the overhead of calling these functions is
+    negligible."""
     forward_sizes: tuple[int, ...] = ()
     """Candidates for the batch size of forward passes, in images. A candidate is used only if
     memory and data set are large enough. If there are no candidates, the batch size of training is
@@ -77,7 +78,7 @@ def flash_problem() -> str | None:
     try:
         jax.jit(jax.grad(loss)).lower(x, lengths).compile()
     # The compilation fails if cuDNN does not support the platform, the compute capability or the
-    # library version. The caller then uses XLA's attention.
+    # library version. `default_device` then selects the attention in `kernels`.
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
         return reason.splitlines()[0][:120]

@@ -1,4 +1,4 @@
-"""Convert errors of the Hugging Face hub to one line with a remedy."""
+"""Convert errors of the Hugging Face hub to messages of one line that state a remedy."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ def check_cache() -> None:
 
 @contextlib.contextmanager
 def hub_errors(repository: str, action: str) -> Iterator[None]:
-    """Convert errors of the hub to OSError with a message of one line. ValueError and disk errors
-    are not converted."""
+    """Convert errors of the hub to OSError with a message of one line. Disk errors and ValueError
+    itself, but not its subclasses, are raised unchanged."""
     check_cache()
     try:
         yield

@@ -2,9 +2,9 @@
 
 JAX's automatic gradients of these functions would store and read two to three times as many
 residuals as the custom gradients; on a CPU, this memory traffic costs as much time as the
-arithmetic. The docstrings list the residuals. `Precision` is the operand type of matrix products.
-Parameters, sums, LayerNorm, softmax and the residual stream are float32. On an accelerator, matrix
-products also return the operand type (`is_narrow`).
+arithmetic. The docstring of each function lists its residuals. `Precision` is the operand type of
+matrix products. Parameters, sums, LayerNorm, softmax and the residual stream are float32. On an
+accelerator, matrix products also return the operand type (`is_narrow`).
 """
 
 import functools
@@ -21,11 +21,11 @@ from cheem_jax.core.device import current
 from cheem_jax.core.settings import Activation, Precision
 
 _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
-"""Factor of each activation function x * sigmoid(factor * x)."""
+"""The factor of each activation function of the form x * sigmoid(factor * x)."""
 _TANH = 2.0 * (2.0 / math.pi) ** 0.5
 _CUBIC = 0.044715
-"""Constants of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid:
-0.5 (1 + tanh(a)) = sigmoid(2 a)."""
+"""`_TANH` and `_CUBIC` are the constants of the tanh approximation of GELU (Hendrycks and Gimpel,
+2016). The approximation is computed with a sigmoid, because 0.5 (1 + tanh(a)) = sigmoid(2 a)."""
 IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 """Whether the function that is being traced will be sharded over more than one device."""
 
@@ -69,10 +69,11 @@ def product(
     """Compute `x @ weight`. Residuals: the operands that the requested gradients need, in
     `precision`.
 
-    On a CPU, the result and the gradient of x are float32; on an accelerator, their type is
-    `precision`. The gradient of the weight is always float32.
+    On a CPU, the result and the gradient of x are float32. On an accelerator, both are computed in
+    `precision`, and the gradient of x is then cast to the type of x. The gradient of the weight is
+    always float32.
     """
-    # Cast outside of the custom gradient, so that JAX casts the gradient of x back.
+    # Cast x outside of the custom gradient: JAX then casts the gradient back to the type of x.
     return _product(x.astype(jnp.bfloat16) if is_narrow(precision) else x, weight, precision)
 
 
@@ -109,8 +110,8 @@ _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 def layer_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "*B D"]:
-    """Normalise the last axis (LayerNorm) with the two-pass variance. Residuals: x and two numbers
-    per row."""
+    """Normalise the last axis (LayerNorm) with the two-pass variance. Residuals: x, `scale`, and
+    the mean and the inverse standard deviation of each row."""
     return _layer_norm_forward(x, scale, bias, epsilon)[0]
 
 
@@ -148,7 +149,8 @@ def activate(
     """Compute the activation function of `x + bias`: GELU, one of its approximations, or SiLU.
     Residuals: x and `bias`; x is the result of a product, so it is in memory already.
 
-    The gradient recomputes the gate, which is cheaper than storing the derivative.
+    The result is `a * gate` with a = x + bias. The gradient recomputes the gate, which is cheaper
+    than storing the derivative.
     """
     a = x + bias
     return a * _gate(a, activation)
@@ -198,8 +200,9 @@ def attend(
     """Compute softmax attention. Residuals: query, key, value, output and the exponentials of the
     scores.
 
-    On a GPU in bfloat16, cuDNN's flash attention is used if it supports the shapes; it stores only
-    one number per query and head instead of the exponentials.
+    On a GPU in bfloat16, cuDNN's flash attention is used if it compiles (`Device.attention`) and
+    supports the shapes, and if the function is not sharded. Flash attention stores only one number
+    per query and head instead of the exponentials.
     """
     num, width = query.shape[-2:]
     implementation = current().attention
@@ -213,8 +216,8 @@ def attend(
         return _attend(query, key, value, precision)
 
     def tokens_first(x):
-        # cuDNN's gradient supports only even lengths, so an odd length is padded by one masked
-        # token
+        # cuDNN's gradient supports only sequences of even length, so a sequence of odd length is
+        # padded with one masked token
         return jnp.pad(
             x.astype(jnp.bfloat16).transpose(0, 2, 1, 3), ((0, 0), (0, num % 2), (0, 0), (0, 0))
         )

@@ -1,5 +1,5 @@
-"""PRNG keys that are computed from positions. A key depends only on the run's seeds and on its
-task, phase and position, so a resumed run samples the same values as an uninterrupted run."""
+"""PRNG keys that are computed from positions. A key depends only on the seeds of the run and on a
+task, a phase and a position, so a resumed run samples the same values as an uninterrupted run."""
 
 import enum
 import functools
@@ -83,8 +83,8 @@ def key_at(key: jax.Array, *position: int) -> jax.Array:
 
 
 def order_at(key: jax.Array, num: int) -> np.ndarray:
-    """Compute a random permutation of `num` items. The random bits are padded to a power of two, so
-    that similar values of `num` share a compiled function."""
+    """Compute a random permutation of 0..num-1. The number of random values is rounded up to a
+    power of two, so that similar values of `num` share a compiled function."""
     return np.argsort(np.asarray(_bits(key, next_power_of_two(num)))[:num], kind="stable")
 
 

@@ -37,8 +37,8 @@ def accuracy_curve(
     """Compute the accuracy over all test images of tasks 0..t after learning task t, for each t.
 
     Every test image of the learned tasks has the same weight. `num_images` contains the number of
-    test images (at least 1) of each task, or of each task at each step (`[T, T]`). An entry of the
-    result is NaN if one of its accuracies is NaN.
+    test images (at least 1) of each task, or of each task at each step (`[T, T]`). The result for t
+    is NaN if the accuracy of one of the tasks 0..t is NaN.
     """
     learned = np.tri(len(accuracy))
     weights = learned * num_images

@@ -16,7 +16,8 @@ from cheem_jax.core.settings import Precision
 
 
 class Expert(NamedTuple):
-    """The plastic layer of a block. F = 4D for `mlp_down`, and F = D for `attn_proj`."""
+    """The plastic layer of a block. F is the hidden width of the MLP for `mlp_down`, and F = D for
+    `attn_proj`."""
 
     weight: Float[Array, "F D"]
     bias: Float[Array, "D"]

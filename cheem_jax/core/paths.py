@@ -1,5 +1,5 @@
-"""Convert paths from users to absolute paths when settings are read, so that all other code uses
-absolute paths. Remove control characters from names in messages."""
+"""Make user-supplied paths absolute when settings are read, so that all other code uses absolute
+paths. Remove control characters from names in messages."""
 
 import dataclasses
 import os
@@ -13,8 +13,8 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
 """Pattern of a URL. A single slash after the colon matches too, because `Path` merges two slashes.
 A single letter before the colon does not match, because it is a Windows drive."""
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, except tabs and line breaks, and characters that change the direction of the
-text after them."""
+"""Pattern of the control characters other than tab and line feed, and of the characters that change
+the direction of the text after them."""
 
 
 def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
@@ -74,8 +74,8 @@ _SYSTEM_FILES = frozenset(("desktop.ini", "thumbs.db", "ehthumbs.db", "icon\r"))
 
 
 def is_of_system(name: str) -> bool:
-    """Return whether the name is that of a hidden file or folder, or of one that an operating
-    system or an editor creates."""
+    """Return whether `name` is the name of a hidden file or folder, or of a file or folder that an
+    operating system or an editor creates."""
     return (
         name.startswith(".")
         or name.endswith("~")
@@ -111,8 +111,8 @@ def _absolute_paths_in(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Remove control characters. Strangers can have chosen the names of classes, tasks and files,
-    and a terminal would execute escape sequences in names."""
+    """Remove control characters. The names of classes, tasks and files can be from untrusted
+    sources, and a terminal would execute escape sequences in the names."""
     return _CONTROLS.sub("", text)
 
 

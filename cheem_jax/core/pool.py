@@ -1,8 +1,8 @@
 """Internal memory: a growing pool of experts per block, and the state of each task (paper section
 'Mixture-of-Experts').
 
-Memories are immutable. Learning a task returns a new memory that shares the arrays of the previous
-one, so the parameters of earlier tasks cannot change.
+Memories are immutable. Learning a task creates a new memory that shares the arrays of the previous
+memory, so the parameters of earlier tasks cannot change.
 """
 
 import dataclasses
@@ -83,16 +83,16 @@ class TaskMemory:
     """Centroids of k-means, or class means, for the router (`TaskStatistics.centroids`)."""
     distances: Float[np.ndarray, "Q"] | None = None
     """Quantiles of the distance from a validation image to the nearest centroid of the task, at
-    equally spaced levels from 0 to 1. None for a task that was learned in a run, because runs do
-    not compute these quantiles."""
+    equally spaced levels from 0 to 1. None if the task was learned by `cheem run` instead of
+    `cheem learn`, because runs do not compute these quantiles."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Further statistics for the router (`TaskStatistics.moments`); empty for k-means."""
     temperature: float = 1.0
     """Temperature of the class probabilities softmax(logits / temperature), fitted on validation
     images; 1 if not fitted."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Moments of the classes, computed from features of the task's network and used to extend the
-    task; empty for a task that was learned in a run."""
+    """Moments of the classes, which are computed from features of the task's network and used to
+    extend the task. Empty if the task was learned by `cheem run` instead of `cheem learn`."""
 
     @property
     def router_statistics(self) -> TaskStatistics:
@@ -114,7 +114,7 @@ class InternalMemory:
 
     @property
     def next_number(self) -> int:
-        """Number of the next task."""
+        """The number that the next task will have."""
         return len(self.tasks) + len(self.forgotten)
 
     @functools.cached_property
@@ -134,17 +134,18 @@ class InternalMemory:
 
     def candidates(self) -> tuple[tuple[int, ...], ...]:
         """Return the pool indices of the experts in each block that a new task can select: the base
-        expert, and all experts that a task uses.
+        expert, and every expert that at least one task uses.
 
-        Only forgotten tasks used the remaining experts, which are kept only as parents of other
-        experts. They are not candidates, because their similarity to a new task is unknown.
+        The remaining experts were used only by forgotten tasks, and stay in the pool only as
+        parents of other experts. They are not candidates, because their similarity to a new task is
+        unknown.
         """
         used = zip((0,) * len(self.pool), *(task.experts for task in self.tasks), strict=True)
         return tuple(tuple(sorted({*experts} - {None})) for experts in used)  # pyright: ignore[reportReturnType]
 
     def history(self) -> list[list[dict[str, Any]]]:
-        """Return the origin, kind and parent of every expert as JSON values, by block. An origin is
-        an index of `tasks`, `base` or `forgotten`."""
+        """Return the origin, kind and parent of every expert as JSON values, by block. The origin
+        is either an index into `tasks`, or the text `"base"` or `"forgotten"`."""
         origins: dict[int | None, int | str] = {None: "base"}
         origins |= {number: index for index, number in enumerate(self.numbers)}
         return [

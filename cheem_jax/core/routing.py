@@ -18,7 +18,7 @@ Reads = Literal["last", "early", "levels"]
 BLOCK_BYTES = 4 * 2**20
 """Maximum size in bytes of the part of a distance matrix that is computed at once."""
 NUM_QUANTILES = 201
-"""Number of quantiles of a task's distances, in steps of half a percent."""
+"""Number of quantiles that `calibrate` computes, at levels from 0 to 1 in steps of 0.005."""
 SMALLEST = 1e-6
 """Minimum shrinkage. With smaller values, rounding determines whether a covariance is
 invertible."""
@@ -33,9 +33,9 @@ class RouterConfig:
     class means, and one covariance shared by all tasks."""
     features: Reads = "last"
     """Features that the router reads. `last` is the last CLS token (the CHEEM paper), or the pooled
-    tokens if the backbone has no CLS token. `early` is the mean patch token at a quarter and at
-    half of the depth; the router's pass ends at half of the depth. `levels` is the mean patch token
-    at each quarter of the depth and the last CLS token."""
+    tokens if the backbone has no CLS token. `early` consists of the mean patch tokens at 1/4 and
+    1/2 of the depth, so the router's pass through the backbone ends at half of the depth. `levels`
+    consists of the mean patch tokens at 1/4, 1/2 and 3/4 of the depth, and the `last` features."""
     num_centroids: int = 5
     """Number of centroids per task for `kmeans` (K); a task with fewer distinct training features
     has fewer centroids."""
@@ -67,12 +67,13 @@ class RouterConfig:
         return tuple(sorted({min(depth * quarter // 4, depth - 2) for quarter in quarters}))
 
     def until(self, depth: int) -> int:
-        """Return the block at which the router's pass ends; `depth` if the router reads the last
-        CLS token."""
+        """Return the index of the block at which the router's pass through the backbone ends. The
+        index is `depth` if the router reads the `last` features."""
         return depth if self.features != "early" else self.blocks(depth)[-1]
 
     def num_parts(self, depth: int) -> int:
-        """Return the number of tokens that the router reads; each has the width of the backbone."""
+        """Return the number of tokens per image that the router reads. Each token has the width of
+        the backbone."""
         return len(self.blocks(depth)) + (self.features != "early")
 
 
@@ -87,7 +88,7 @@ class TaskStatistics(NamedTuple):
     """Centroids of k-means, or class means for `lda`."""
     moments: Mapping[str, np.ndarray] = {}
     """For `lda`, `scatter` is the upper triangle of the covariance within the task's classes, and
-    `counts` is the number of images of each class."""
+    `counts` is the number of images of each class. The mapping is empty for `kmeans`."""
 
 
 def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
@@ -96,8 +97,9 @@ def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
 
 
 def join_tokens(parts: Sequence[Float[np.ndarray, "N D"]]) -> Float[np.ndarray, "N E"]:
-    """Concatenate the tokens of each image, one from each of `parts`. If there is more than one
-    part, each token is scaled to unit length, so that all parts have the same weight."""
+    """Concatenate the tokens of each image. Each array in `parts` contains one token per image. If
+    there is more than one part, each token is scaled to unit length, so that all parts have the
+    same weight."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([normalise(part) for part in parts], axis=1)
@@ -106,7 +108,8 @@ def join_tokens(parts: Sequence[Float[np.ndarray, "N D"]]) -> Float[np.ndarray, 
 def fit_centroids(
     features: Float[np.ndarray, "N E"], num_centroids: int, *, seed: int
 ) -> Float[np.ndarray, "K E"]:
-    """Fit k-means centroids to the normalised training features of a task."""
+    """Normalise the training features of a task, and fit at most `num_centroids` k-means centroids
+    to them."""
     # imported here, because the imports take two seconds and prediction does not need them
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
@@ -165,8 +168,8 @@ def unpacked(triangle: Float[np.ndarray, "P"]) -> Float[np.ndarray, "E E"]:
 class Router:
     """Infers task IDs from the statistics of all tasks.
 
-    `kmeans` returns the task of the nearest centroid in L1 distance. `lda` returns the task of the
-    nearest class mean in Mahalanobis distance. The covariance of this distance is the within-class
+    `kmeans` selects the task of the nearest centroid in L1 distance. `lda` selects the task of the
+    nearest class mean in Mahalanobis distance. The Mahalanobis distance uses the within-class
     covariance, averaged over tasks and shrunk.
     """
 
@@ -174,8 +177,8 @@ class Router:
     tasks: tuple[TaskStatistics, ...] = ()
 
     def follow(self, tasks: Sequence[TaskStatistics]) -> "Router":
-        """Return a router for `tasks`. If this router already has these tasks, it is returned,
-        because its cached arrays remain valid."""
+        """Return a router for `tasks`: this router if its tasks are the same, so that its cached
+        arrays are reused, and a new router otherwise."""
         pairs = zip(self.tasks, tasks, strict=False)
         if len(tasks) == len(self.tasks) and all(a.centroids is b.centroids for a, b in pairs):
             return self
@@ -249,12 +252,13 @@ def _nearest_in_l1(
 def whitening_matrix(
     scatter: Float[np.ndarray, "E E"], shrinkage: float
 ) -> Float[np.ndarray, "E E"]:
-    """Compute the whitening matrix W of the shrunk covariance: points multiplied by W have the
-    identity as covariance."""
+    """Shrink the covariance `scatter`, and compute its whitening matrix W. If the covariance of
+    points is the shrunk covariance, the covariance of `points @ W` is the identity."""
     from scipy.linalg import solve_triangular
 
     identity = np.eye(len(scatter))
-    # identical images have a zero covariance, which has no Cholesky factor
+    # without the minimum of 1e-12, the zero covariance of identical images would have no Cholesky
+    # factor
     multiple = max(shrinkage * (np.trace(scatter) / len(scatter)), 1e-12)
     factor = np.linalg.cholesky((1 - shrinkage) * scatter + multiple * identity)
     return solve_triangular(factor, identity, lower=True).T

@@ -18,15 +18,16 @@ sum, and `block` is the output of the block."""
 
 @runtime_checkable
 class Advance(Protocol):
-    """A callback after each step: `num_images` is the number of images in the step, and `note` is
-    displayed next to the progress."""
+    """A callback that is called after each step. `num_images` is the number of images in the step,
+    and `note` is displayed next to the progress."""
 
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedsConfig:
-    """Separate seeds, for varying one source of randomness at a time. None uses the run's seed."""
+    """Separate seeds, for varying one source of randomness at a time. A seed that is None is
+    replaced by the run's seed."""
 
     initialisation: int | None = None
     """Seed of the initial parameters of New, Adapt and heads."""
@@ -48,9 +49,9 @@ class FitConfig:
     learning_rate: float = 1e-3
     """Initial learning rate of Adam (paper: 0.001)."""
     schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
-    """Learning-rate schedule over the steps of the phase. `cosine` decays to 0 at every step;
-    `epoch_cosine` decays once per epoch to 1.6 % of the initial rate, as in the CODA-Prompt code;
-    `constant` does not decay."""
+    """Learning-rate schedule over the steps of the phase. `cosine` lowers the rate after every
+    step, down to 0; `epoch_cosine` lowers the rate after every epoch, down to 1.6 % of the initial
+    rate, as in the CODA-Prompt code; `constant` does not change the rate."""
     non_finite: Literal["stop", "skip"] = "stop"
     """Reaction to a non-finite loss or gradient: `stop` raises an error; `skip` skips the step and
     counts it."""

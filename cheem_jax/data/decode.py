@@ -62,8 +62,8 @@ def decode_image(
 
 @contextlib.contextmanager
 def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
-    """Open an image file for a `with` block. Errors inside the block, and decompression bombs,
-    raise ValueError with `name` in the message."""
+    """Open an image file for a `with` block. An error inside the block or a decompression bomb
+    becomes a ValueError with `name` in the message."""
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(data, Image.Image):

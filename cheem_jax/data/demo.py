@@ -342,7 +342,7 @@ def finish(
 
 
 def shrink(mask: Image.Image) -> Float[np.ndarray, "S S"]:
-    """Average a supersampled 8-bit mask down to coverage in [0, 1]."""
+    """Average a supersampled 8-bit mask. Return the fraction of each pixel that the mask covers."""
     return np.asarray(mask.reduce(SUPERSAMPLE), np.float64) / 255
 
 
@@ -371,9 +371,9 @@ def demo_stream(
     """Generate the six tasks with the given numbers of images and balanced classes (the digits are
     nearly balanced).
 
-    The result depends only on the arguments, and the images of a generated split do not depend on
-    the sizes of the other splits. Raises ValueError if a split has fewer images than a task has
-    classes, or if the splits together have more images than there are real digits.
+    The result depends only on the arguments. Except for the digits, the images of a split do not
+    depend on the sizes of the other splits. Raises ValueError if a split has fewer images than a
+    task has classes, or if the splits together have more images than scikit-learn has digits.
     """
     if image_size < 8:
         raise ValueError(f"image_size must be at least 8 for the demo stream, got {image_size}")
@@ -406,7 +406,7 @@ def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) ->
     # imported here, because importing scikit-learn takes a second
     from sklearn.datasets import load_digits
 
-    # converted, because scikit-learn's stubs also allow pandas types
+    # converted to arrays, because the types in scikit-learn's stubs include pandas types
     small, labels = (np.asarray(array) for array in load_digits(return_X_y=True))
     if sum(sizes.values()) > len(labels):
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")
@@ -433,6 +433,6 @@ def _enlarge(rows: np.ndarray, image_size: int) -> np.ndarray:
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
-    """Make a random generator from the seed and the purpose, so that adding a task does not change
-    the images of the other tasks."""
+    """Make a random generator from the seed and a purpose such as `shapes/train`, so that adding a
+    task does not change the images of the other tasks."""
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])

@@ -40,7 +40,7 @@ MAX_NOTES = 10
 HEAD_BYTES = 16
 MAX_DEPTH = 6  # maximum depth of folders, which ends cycles of links to parent folders
 MAX_FILE_BYTES = 256 * 2**20
-MAX_FILES = 5_000_000  # limit per folder or archive; ImageNet has 1.4 million
+MAX_FILES = 5_000_000  # limit per folder or archive; ImageNet has 1.4 million files
 # A zip that unpacks to more than SMALL_BYTES and to more than MAX_RATIO times its size is refused.
 # Zips of images stay below the ratio, because images are already compressed.
 SMALL_BYTES = 2**30
@@ -280,7 +280,7 @@ def look_through(path: Path) -> Listing:
         folder, _, file = name.rpartition("/")
         if (kind := kind_of(files, row)) is None:
             listing.images.append(name)
-        elif file != "meta.json":  # it contains the class names
+        elif file != "meta.json":  # meta.json contains the class names, so it is used
             listing.ignored["" if kind.lower() in COMPANIONS else folder, kind] += 1
     return listing
 
@@ -422,8 +422,8 @@ def _refusal(member: zipfile.ZipInfo) -> str | None:
     if member.flag_bits & 1:
         return "it is encrypted"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # with other methods, zipfile does not limit the unpacked size by the size in the zip's
-        # directory
+        # with other compression methods, zipfile does not stop at the unpacked size that the zip's
+        # directory states
         return (
             f"it is compressed with method {member.compress_type}; zip it again, stored or deflated"
         )

@@ -1,5 +1,5 @@
-"""Plan tasks from image folders and zips (`<split>/<class>/<image>`), from folders of more than one
-task, and from manifests.
+"""Plan tasks from image folders and zips (`<split>/<class>/<image>`), from folders with more than
+one task, and from manifests.
 
 A manifest is a CSV or Parquet table of files, with the columns `path`, `label` and optionally
 `split`.
@@ -56,17 +56,17 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 def plan_task(
     path: Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """Plan the task in a folder or zip with files `<split>/<class>/<image>`. A single enclosing
-    folder is skipped.
+    """Plan the task in a folder or zip with files `<split>/<class>/<image>`. One more folder can
+    enclose all these files.
 
     The classes are the sorted folders of train, or `classes` in a `meta.json` next to the splits.
     With such a `meta.json`, the name of a class folder is a class name or a label number. A missing
     validation split is cut from train: ceil(0.1 n) of the n training images, and at least one image
     of each class. If there is only train, or the files are `<class>/<image>`, a test split of
     ceil(0.3 n) images is cut first. `seed` determines which images are cut. For purposes other than
-    learning, see `Plan.of`. `plan_hub` plans a folder that `save_to_disk` wrote. Raises
-    FileNotFoundError if `path` does not exist, and ValueError with the name of an invalid file or
-    folder.
+    learning, see `Plan.of`. A folder that `save_to_disk` of the library `datasets` wrote is passed
+    to `plan_hub`. Raises FileNotFoundError if `path` does not exist, and ValueError with the name
+    of an invalid file or folder.
     """
     if is_saved(path):
         return plan_hub(path, name=name, seed=seed, purpose=purpose)
@@ -208,7 +208,7 @@ def _may_be_dead_folder(place: Path) -> bool:
 
 
 def _has_images(folder: Path) -> bool:
-    """Return whether the folder contains images directly."""
+    """Return whether the folder contains images that are not in a subfolder."""
     with os.scandir(folder) as entries:
         return any(
             not is_hidden(entry.name) and may_be_image(Path(entry.path)) for entry in entries
@@ -217,7 +217,7 @@ def _has_images(folder: Path) -> bool:
 
 def name_of(path: Path) -> str:
     """Derive the name of a task or stream from its folder or file."""
-    path = Path(os.path.realpath(path))  # `resolve` fails for a link to itself
+    path = Path(os.path.realpath(path))  # `resolve` fails for a link that points to itself
     return path.name if path.is_dir() else path.stem
 
 
@@ -273,8 +273,8 @@ def _plan(listing: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the enclosing folder ("" or "name/"), and the class folder of each image, keyed by
-    split and by the image's name relative to the enclosing folder."""
+    """Return the folder that encloses all images ("" or "name/"), and the class folder of each
+    image, keyed by split and by the image's name relative to the enclosing folder."""
     # Use the most common depth, so that a single stray file or deeper folder does not affect the
     # other images.
     depth = _usual(images)
@@ -319,8 +319,8 @@ def _usual(files: Sequence[str]) -> int:
 
 
 def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> None:
-    """Raise ValueError for empty class folders and folders without images, because their classes
-    would be missing without notice."""
+    """Raise ValueError if a folder is empty or contains only files that are not images. The folder
+    might be a class, which would be missing without notice."""
     folders = {
         name.rpartition("/")[0]
         for name in listing.names
@@ -347,7 +347,7 @@ def _split_folders(folders: Iterable[str]) -> set[str]:
 
 
 def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | None:
-    """Return `classes` in the meta.json called `name`; None if the file or the entry does not
+    """Return the entry `classes` of the JSON file `name`, or None if the file or the entry does not
     exist."""
     if name not in files:
         return None
@@ -412,10 +412,10 @@ def plan_manifest(
     image per row. Additional columns are ignored.
 
     Values of `path` are relative to `root`, by default the manifest's folder. A `label` is a class
-    name or a number in 0..n-1; for the purpose `learn`, each of these numbers must occur. Class
-    names are sorted. Splits that do not occur in `split` are cut from train with `seed`, as in
-    `plan_task`. Raises FileNotFoundError if the manifest, `root` or all images are missing, and
-    ValueError with the file and its invalid rows.
+    name or a number (0, 1, ...); for the purpose `learn`, the numbers must have no gaps. Class
+    names are sorted. Splits that do not occur in the column `split` are cut from train with `seed`,
+    as in `plan_task`. Raises FileNotFoundError if the manifest, `root` or all images are missing,
+    and ValueError with the file and its invalid rows.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
@@ -484,8 +484,8 @@ def _read_rows(file: Path) -> list[ManifestRow]:
 
 
 def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """For each row, yield its position (for messages), and its texts, keyed by required or optional
-    column."""
+    """For each row, yield its position for messages, and its texts in the required and optional
+    columns, keyed by column."""
     data = file.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -570,8 +570,8 @@ def _find_columns(file: Path, columns: Sequence[str]) -> dict[str, int]:
 def _classes(
     file: Path, rows: Sequence[ManifestRow], purpose: Purpose
 ) -> tuple[tuple[str, ...], Mapping[str, int]]:
-    """Return the class names, and the label of each text in the column `label`. The texts are class
-    names or numbers 0..n-1 (without gaps if the purpose is to learn)."""
+    """Return the class names, and the labels, keyed by the texts in the column `label`. These texts
+    are class names or numbers 0, 1, ... (without gaps for the purpose `learn`)."""
     first = {row.label: row for row in reversed(rows)}
     if not all(map(_WHOLE.fullmatch, first)):
         way_out = "spell each class in one way, and give different classes more different names"

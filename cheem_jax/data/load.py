@@ -1,9 +1,10 @@
-"""Load the images of plans. They are decoded into memory, into memory-mapped files, or on access.
+"""Load the images of plans. The images are decoded into memory, into memory-mapped files, or on
+access.
 
 Each combination of plan, image size and decoder version has a cache: a folder `<task>-<size>-<key>`
 with one `.npy` file per split, and `cache.json`. The folder is written under another name and
-renamed when it is complete, so a folder with this name is always complete. A lock makes a second
-process wait for the first.
+renamed when it is complete, so a folder with this name is always complete. A lock makes other
+processes wait while one process writes the folder.
 """
 
 import contextlib
@@ -83,8 +84,8 @@ def load_tasks(
     """Load the images of tasks. Raises BrokenImages with the name of every file that cannot be
     decoded.
 
-    `only` is the split to load; the other splits are empty. If `only` is `test` and the data have
-    no test split, all splits are loaded.
+    `only` is the split to load; the other splits are empty. If `only` is `test`, all splits are
+    loaded for a task whose data have no test split.
     """
 
     def names_in(plan: Plan) -> Sequence[str]:
@@ -219,7 +220,7 @@ def cache_place(
     """Return the cache folder for a plan's decoded images. The folder need not exist.
 
     The folder's name contains a hash of everything that affects the pixels of the splits `names`:
-    the files and their order, stamp, image size, decoder version, and EXIF rotation.
+    the files, their order and their stamp, the image size, the decoder version, and EXIF rotation.
     """
     turned = ["upright"] if plan.upright else []
     decides = [FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp, *turned]
@@ -242,7 +243,7 @@ def cached(
     OSError if the files cannot be written. After an error, no partial cache remains.
     """
     place = cache_place(plan, image_size, root)
-    if not place.is_dir():  # no cache of all splits, so use one of `names`
+    if not place.is_dir():  # without a cache of all splits, use one for `names`
         place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
         try:
@@ -369,8 +370,8 @@ class StreamedImages:
         return np.concatenate([none, *decode_in_order(self.files, self.image_size, wanted)])
 
     def follow(self, order: Sequence[np.ndarray]) -> Any:
-        """Return a Grain iterator over batches of images. All arrays in `order` must have the same
-        length.
+        """Return a Grain iterator over batches of images. Each array in `order` contains the rows
+        of one batch; all arrays must have the same length.
 
         `get_state()` of the iterator returns its position; `set_state` of a new iterator resumes at
         that position.

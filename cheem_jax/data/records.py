@@ -1,5 +1,5 @@
 """Read encoded images from prepared TFDS data sets, from data sets of the Hugging Face hub, and
-from folders that `save_to_disk` wrote.
+from folders that `save_to_disk` of the library `datasets` wrote.
 
 This library decodes the bytes itself (`SkipDecoding`), because TFDS's decoder without TensorFlow
 returns palette indices as colours, and keeps CMYK and alpha channels. Data sets on the hub are read
@@ -34,7 +34,7 @@ BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
 NAME_FEATURES = ("file_name", "filename", "image/file_name", "name", "id")
 HUB = "hf:"
-"""Prefix of data set names on the Hugging Face hub."""
+"""Prefix that marks a source as a data set of the Hugging Face hub."""
 _SPEC = re.compile(r"([a-z0-9_]+)(?:/([A-Za-z0-9_.-]+))?(?::(\d+\.\d+\.\d+))?")
 _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-z]+")
 
@@ -75,7 +75,7 @@ class Records(Encoded):
             if isinstance(example, bytes):
                 return example
             return example["bytes"] or self._read_file(example["path"])
-        except Exception as error:  # array_record, protobuf and pyarrow have own error types
+        except Exception as error:  # array_record, protobuf and pyarrow raise their own error types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
     def _read_file(self, name: str) -> bytes:
@@ -107,8 +107,9 @@ def plan_rows(
     is_benchmark: bool = True,
     purpose: Purpose = "learn",
 ) -> Plan:
-    """Plan a task from `rows`, keyed by split. `records(places, keys)` returns the images at these
-    places with these keys. For the other arguments, see `Plan.of`."""
+    """Plan a task from `rows`, keyed by split. `records(places, keys)` returns the images at
+    `places`, which are pairs of split and position, and identifies them by `keys`. For the other
+    arguments, see `Plan.of`."""
     members: Members = {}
     places: dict[str, tuple[str, int]] = {}
     for split, split_rows in rows.items():
@@ -141,7 +142,8 @@ def plan_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A data set that TFDS has prepared in a directory, with its image and label columns."""
+    """A data set that TFDS has prepared in a directory, and the names of its image and label
+    features."""
 
     directory: Path
     full_name: str
@@ -159,7 +161,7 @@ class Prepared:
         *,
         on_progress: OnProgress | None = None,
     ) -> list[Row]:
-        """List the images of `splits`, sorted.
+        """List the images of `splits`, sorted by key.
 
         `key` selects the identifier of an image: the name of a text feature, `class/FEATURE` for a
         feature that is unique only within a class, or `bytes` or `pixels` for a hash of the image's
@@ -204,8 +206,8 @@ class Prepared:
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
-        # a list, because the length of an array would have to be read from the metadata, which can
-        # be wrong
+        # collect labels in a list, because the length of an array would have to be read from the
+        # metadata, which can be wrong
         labels_read: list[int] = []
         for position in range(len(source)):
             try:
@@ -232,7 +234,8 @@ class Prepared:
                 " says that the labels are withheld, so that nothing can be learned from or"
                 " measured on these images; use another split"
             )
-        # without a cache (read-only folder, full disk) the next run reads all examples again
+        # if the cache cannot be written (read-only folder, full disk), the next run reads all
+        # examples again
         with contextlib.suppress(OSError):
             file.parent.mkdir(exist_ok=True)
             buffer = io.BytesIO()
@@ -245,7 +248,8 @@ class Prepared:
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
             return hashlib.sha256(example[self.image]).hexdigest()
-        # hash the pixels, because PNG files that the preparation encodes differ between machines
+        # hash the pixels, because preparations of the same image on different machines can contain
+        # different PNG files
         if key == BY_PIXELS:
             with opened(example[self.image], self.full_name) as image:
                 pixels = np.asarray(to_rgb(image))
@@ -256,7 +260,7 @@ class Prepared:
 
 
 def default_data_dir() -> Path:
-    """Return TFDS's default folder."""
+    """Return the folder in which TFDS stores data sets by default."""
     return absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
@@ -341,9 +345,9 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
-    """Return the directory of the prepared data set `NAME[/CONFIG][:VERSION]`, by default of its
-    newest version. Raises FileNotFoundError if the data set is not prepared, and ValueError if
-    `spec` is invalid or ambiguous."""
+    """Return the directory of the prepared data set `spec` (`NAME[/CONFIG][:VERSION]`). If `spec`
+    has no version, the newest version is used. Raises FileNotFoundError if the data set is not
+    prepared, and ValueError if `spec` is invalid or ambiguous."""
     matched = _SPEC.fullmatch(spec)
     if matched is None:
         raise ValueError(
@@ -434,7 +438,7 @@ def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
 
 
 def is_saved(path: Path) -> bool:
-    """Return whether `save_to_disk` wrote this folder."""
+    """Return whether `save_to_disk` of the library `datasets` wrote this folder."""
     of_one_split = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
     return of_one_split or (path / "dataset_dict.json").is_file()
 
@@ -442,8 +446,8 @@ def is_saved(path: Path) -> bool:
 def plan_hub(
     source: str | Path, *, name: str | None = None, seed: int = 0, purpose: Purpose = "learn"
 ) -> Plan:
-    """Plan the task of a data set. `source` is `NAME` or `NAME:CONFIG` on the hub, or the path of a
-    folder that `save_to_disk` wrote.
+    """Plan a data set as one task. `source` is the name of a data set on the hub (`NAME` or
+    `NAME:CONFIG`), or the path of a folder that `save_to_disk` of the library `datasets` wrote.
 
     The data set must have one column of images and one of class labels, or columns called `image`
     and `label`. Missing splits are cut from train with `seed`, as in `plan_task`. Raises OSError if

@@ -47,16 +47,17 @@ def plan_source(
 ) -> tuple[str, list[Plan]]:
     """Return the name of a stream, and the plans of its tasks in learning order.
 
-    `source` is `mtil` or `vdd`, the name of one of their tasks, a protocol (`PROTOCOLS`),
-    `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on the Hugging Face hub), a TOML file, a
-    manifest (CSV or Parquet), or a folder or zip. A name is refused as ambiguous if the working
-    directory contains a zip, a saved data set or a folder of images with this name. `tasks` selects
-    and orders the tasks. `order` is one of MTIL's orders. `seed` determines how missing splits are
-    cut. `purpose` determines the requirements for each task. `class_split` divides the classes of
-    the source's only data set into tasks; `tasks` then selects among the resulting tasks. Fields of
-    `class_split` that are not None override the division in a protocol or stream file. Raises
-    MissingTasks if tasks are not prepared, FileNotFoundError if files are missing, OSError if the
-    hub does not answer, and ValueError if the source or an option is invalid.
+    `source` is `mtil` or `vdd`, the name of one of their tasks or of a protocol's data set, a
+    protocol (`PROTOCOLS`), `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on the Hugging Face
+    hub), a TOML file, a manifest (CSV or Parquet), or a folder or zip. A name is refused as
+    ambiguous if the working directory contains a zip, a saved data set or a folder of images with
+    this name. `tasks` selects and orders the tasks. `order` is one of MTIL's orders. `seed`
+    determines how missing splits are cut. `purpose` determines the requirements for each task.
+    `class_split` divides the classes of the source's only data set into tasks; `tasks` then selects
+    among the resulting tasks. Fields of `class_split` that are not None override the division in a
+    protocol or stream file. Raises MissingTasks if tasks are not prepared, FileNotFoundError if
+    files are missing, OSError if the hub does not answer, and ValueError if the source or an option
+    is invalid.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)
@@ -163,8 +164,8 @@ def is_name(source: str) -> bool:
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
-    """Return the folder for decoded images of a source, which is inside the data folder. Return
-    None, which means the user's cache, if `data_dir` is None and the source does not use the data
+    """Return the folder inside the data folder for the decoded images of a source. Return None,
+    which means the user's cache, if `data_dir` is None and the source does not use the data
     folder."""
     is_in_data_dir = is_name(source) and not source.startswith(HUB)
     return images_dir(data_dir) if data_dir is not None or is_in_data_dir else None
@@ -218,7 +219,7 @@ def plan_stream_file(
         manifest = "cars.csv"      a table of files, with `root` if they are in another folder
         tfds = "mnist:3.0.1"       a data set that TFDS has prepared below `data_dir`
         hub = "OWNER/NAME:CONFIG"  a data set of the Hugging Face hub, with or without a config
-        benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
+        benchmark = "food101"      a data set of MTIL, VDD or a protocol, below `data_dir`
 
     The file and each `[[task]]` can also have a `name`. Paths are relative to the file's folder. A
     `seed` in the file overrides the argument `seed`. `tasks` selects and orders the tasks; other
@@ -226,7 +227,8 @@ def plan_stream_file(
 
     With `classes_per_task` in the file, the classes of its only `[[task]]` are divided into tasks
     (`ClassSplit`), and `tasks` selects among these. Fields of `class_split` that are not None
-    override the file. Raises FileNotFoundError, or ValueError with all errors in the file.
+    override the file. Raises FileNotFoundError if the file or the data of a task are missing, and
+    ValueError with all errors in the file.
     """
     file = absolute(file)
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Load streams by name for the commands.
+"""Load streams by name for the `cheem` commands.
 
 `find_stream` checks quickly that all tasks are available. It returns a function that decodes the
 images of these tasks at the image size of the backbone.
@@ -77,8 +77,8 @@ class StreamConfig:
 
     @property
     def cached_images(self) -> ImagesConfig:
-        """A copy of `images` in which the result of `cache_dir_of` replaces a missing
-        `cache_dir`."""
+        """A copy of `images`. If its `cache_dir` is None, it is replaced by the result of
+        `cache_dir_of`."""
         cache_dir = self.images.cache_dir or cache_dir_of(self.stream, self.data_dir)
         return dataclasses.replace(self.images, cache_dir=cache_dir)
 

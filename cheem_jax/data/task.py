@@ -1,7 +1,7 @@
-"""Tasks and streams of uint8 images with integer labels, and their plans before decoding. `Task`,
-`Stream`, `Plan` and `ClassSplit` check their arguments.
+"""Tasks and streams of uint8 images with integer labels, and plans: tasks whose images are not
+decoded yet. `Task`, `Stream`, `Plan` and `ClassSplit` check their arguments.
 
-Missing splits are cut from train: some training images are moved to the new split. The sizes of new
+A missing split is cut from train: some training images are moved to the new split. The sizes of new
 splits are as in the CHEEM paper's tables. If there is neither a test nor a validation split, three
 tenths of the training images become the test split; then a tenth of the remaining training images
 become the validation split. Both numbers are rounded up.
@@ -40,7 +40,7 @@ _SPLIT = re.compile(
     r" _-]?(?:set|data|dataset|images|split))?",
     re.IGNORECASE,
 )
-"""Common names of the splits: valid, Training, test_set, ..."""
+"""Pattern of common names of the splits, such as valid, Training and test_set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,8 @@ class ClassSplit:
 
     @staticmethod
     def of(entries: Mapping[str, Any]) -> "ClassSplit":
-        """Build a division from the entries of a JSON or TOML table, in which class names are a
-        list."""
+        """Build a division from a JSON object or a TOML table, in which `class_order` can be a list
+        instead of a tuple."""
         order = entries.get("class_order")
         return ClassSplit(
             entries.get("classes_per_task"),
@@ -80,14 +80,15 @@ class ClassSplit:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled images, which are checked by the task that contains them."""
+    """Labelled images. `Task` checks their shapes, types and labels."""
 
     images: Images
     """uint8 `[N, H, W, 3]`."""
     labels: np.ndarray
     """int32 `[N]`, indices into the task's `classes`."""
     sha256: str | None = None
-    """SHA-256 of pixels and labels, if already known."""
+    """SHA-256 of pixels and labels or, for streamed images, of values that determine them. None if
+    it has not been computed."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,10 +189,10 @@ class Plan:
     source: str
     """The location of the files, for messages."""
     stamp: str
-    """A hash of file sizes and times, or a version. It changes if the files change, so that
-    outdated decoded copies are not used."""
+    """Hash of the sizes and modification times of the files. It changes if the files change, so
+    that outdated decoded copies are not used."""
     ignored: tuple[str, ...] = ()
-    """Messages about files that are not images."""
+    """Messages about skipped files that are not images, and about skipped hidden folders."""
     skipped: tuple[str, ...] = ()
     """Keys of unreadable images that were excluded."""
     cut: tuple[str, ...] = ()
@@ -201,7 +202,7 @@ class Plan:
     rotation, as in the paper's loaders."""
     purpose: Purpose = "learn"
     class_split: ClassSplit | None = None
-    """The division that this task is a part of; None if the classes of the data set are not
+    """The division of classes that produced this task; None if the classes of the data set are not
     divided."""
 
     @staticmethod
@@ -291,7 +292,7 @@ class Plan:
     @functools.cached_property
     def split_sha256(self) -> str:
         """SHA-256 of the task's name and classes, and of the image keys and labels in each split.
-        Results are comparable only if their hashes are identical."""
+        Results of two runs are comparable only if both runs have the same hash."""
         digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
         for split, part in self.splits.items():
             lines = sorted(
@@ -314,14 +315,15 @@ def fingerprint(task: Task) -> str:
 
 
 def find_copies(task: Task, fingerprints: Mapping[str, str]) -> list[str]:
-    """Return the names of other tasks with identical classes, images and labels; `fingerprints` is
-    keyed by task name."""
+    """Return the names of other tasks whose classes, images and labels are identical to those of
+    `task`. `fingerprints` contains the fingerprints of these tasks, keyed by task name."""
     others = [name for name in fingerprints if name != task.name]
     return [name for name, sha in _fingerprints(task, others).items() if sha == fingerprints[name]]
 
 
 def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """Compute the fingerprint that the task would have under each name."""
+    """Compute the fingerprint that the task would have under each of `names`. The result is keyed
+    by name."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
     hashes = (
         [split.sha256 or hash_images(split.images, split.labels) for split in task.splits.values()]
@@ -397,7 +399,7 @@ def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ..
 
 
 def check_names(names: Sequence[str], references: Sequence[str], where: str) -> list[str]:
-    """Return the task names with the spelling in `references`.
+    """Check task names, and return them in the spelling that `references` contains.
 
     Raises ValueError if `names` is empty, or if a name is repeated or unknown. For an unknown name,
     the message suggests the most similar known names.
@@ -509,7 +511,7 @@ def check_splits(where: str, splits: Collection[str], purpose: Purpose = "learn"
 
 
 class TooFew(ValueError):
-    """A class has too few images to cut the missing splits from train."""
+    """The missing splits cannot be cut from train, because a class has too few images."""
 
 
 def cut_missing(
@@ -568,7 +570,7 @@ def hashed_order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
 
 
 def _move(members: Members, split: str, chosen: Bool[np.ndarray, "N"]) -> None:
-    """Move the images of train that `chosen` selects to another split, in place."""
+    """Move training images to the split `split`, in place. The mask `chosen` selects the images."""
     given = members["train"].items()
     for name, wanted in ((split, True), ("train", False)):
         members[name] = {

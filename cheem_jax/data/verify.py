@@ -36,7 +36,7 @@ class Look(NamedTuple):
     """Pillow image mode."""
     num_bytes: int
     brightest: int | None
-    """Largest value of a 16-bit image."""
+    """Largest value of a 16-bit image; None for other images."""
 
 
 class Listed(NamedTuple):
@@ -71,7 +71,8 @@ class Findings:
     modes: dict[str, int]
     """Number of images per Pillow mode: RGB, L (grey), P (palette), ..."""
     brightest: int | None
-    """Largest pixel value (at most 65535) of all 16-bit images; None if there are none."""
+    """Largest pixel value (at most 65535) of all 16-bit images; None if there are no 16-bit
+    images."""
     broken: list[str]
     """File and reason for each unusable image."""
     across: Pairs
@@ -249,8 +250,8 @@ def without_broken(
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
-    """Read the caches of a plan's decoded images in `roots` completely, at every image size, with
-    and without EXIF rotation. Caches that contain only some of the splits are not read.
+    """Check the hashes of a plan's cached images in `roots`. This includes caches of every image
+    size, with and without EXIF rotation, but not caches that contain only some of the splits.
 
     Returns the folders of intact caches, and a message about each corrupted cache.
     """

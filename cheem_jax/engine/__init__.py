@@ -1,1 +1,1 @@
-"""Functions that run any architecture. They do not depend on the optimiser or the supernet."""
+"""Functions that run any architecture. They do not depend on the optimizer or the supernet."""

@@ -3,7 +3,7 @@
 The last, partial batch is padded and masked, so functions are compiled for one batch size only. On
 a CPU, some operations between the large matrix products of a network use only one core. Meanwhile,
 a second core computes another part of the batch. The activations of each part stay in the caches of
-one core. On an accelerator, a batch is one part.
+one core. On an accelerator, a batch is not divided into parts.
 """
 
 import collections
@@ -20,8 +20,8 @@ R = TypeVar("R")
 
 
 class Rows(NamedTuple):
-    """Indices `rows` `[B]` of a data set, and a `mask` `[B]`. Padding repeats the first row and has
-    mask 0."""
+    """Row numbers `rows` `[B]` of a batch in its data set, and a `mask` `[B]`. Padding repeats the
+    first row and has mask 0."""
 
     rows: np.ndarray
     mask: np.ndarray
@@ -39,7 +39,8 @@ def batches(order: np.ndarray, batch_size: int) -> Iterator[Rows]:
 
 
 def num_batches(num: int, batch_size: int) -> int:
-    """Return the number of batches of `num` rows, including a partial last batch."""
+    """Return the number of batches into which `num` rows are cut, including a partial last
+    batch."""
     return -(-num // batch_size)
 
 
@@ -54,9 +55,9 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def side_by_side(function: Callable[[P], R], parts: Iterable[P]) -> Iterator[R]:
-    """Compute `function` of each part, and yield the finished results in order.
+    """Call `function` on each part in one of NUM_AT_ONCE threads, and yield the results in order.
 
-    A part is read from `parts` shortly before it is computed.
+    Each part is read from `parts` shortly before `function` is called on it.
     """
 
     def compute(part: P) -> R:

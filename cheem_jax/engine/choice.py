@@ -24,9 +24,9 @@ from cheem_jax.engine.whole import Whole
 
 Name = Literal["stages", "whole", "scan"]
 DISPATCH_BOUND = 1.5e11
-"""Number of FLOPs of a batch's forward pass. Below this number, the host's dispatches are assumed
-to limit the speed of an accelerator without measurements. The number is estimated for an H100 from
-the number of kernels in a pass and the bytes that the kernels read."""
+"""Number of FLOPs of a batch's forward pass. If there is no measurement for an accelerator, the
+host's dispatches are assumed to limit the speed of passes with fewer FLOPs. The number is estimated
+for an H100 from the number of kernels in a pass and the bytes that the kernels read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ def choose(
 ) -> tuple[Name, str]:
     """Return the name of the executor, and the reason for the choice as text for the log.
 
-    With `auto`, compare the measurements on the same platform and in the same precision. Return the
-    fastest executor of the measurement whose number of FLOPs is most similar to the FLOPs per
-    device. Without such a measurement, return `scan` for small backbones on accelerators, and
-    `stages` otherwise.
+    With `auto`, consider only measurements on the same platform and in the same precision. Select
+    the measurement whose number of FLOPs is most similar to the batch's FLOPs per device, and
+    return its fastest executor. If there is no such measurement, return `scan` for small backbones
+    on accelerators, and `stages` otherwise.
     """
     if config.executor != "auto":
         return config.executor, "as configured"

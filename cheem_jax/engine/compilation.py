@@ -115,8 +115,9 @@ def enable_cache() -> Path | None:
     it.
 
     `JAX_COMPILATION_CACHE_DIR` sets another directory; `JAX_ENABLE_COMPILATION_CACHE=false`
-    disables the cache. Raises ValueError if the user's directory is not writable, and NotCached, a
-    subclass of ValueError, if the default directory is not writable or JAX cannot use the cache.
+    disables the cache. Raises ValueError if a directory set by the user is not writable, and
+    NotCached, a subclass of ValueError, if the default directory is not writable or JAX cannot use
+    the cache.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
@@ -162,7 +163,7 @@ def enable_cache() -> Path | None:
 
 
 def _remove_torn(directory: Path) -> None:
-    """Remove cached functions without a file for their access time. A killed process can leave such
+    """Remove cached functions that have no access-time file. A killed process can leave such
     functions, and they would prevent JAX from writing further functions."""
     with (
         contextlib.suppress(OSError, filelock.Timeout),
@@ -193,13 +194,13 @@ measured time."""
 
 @functools.cache
 def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, Any] | None:
-    """Return the compiler options for the functions of blocks; None for XLA's defaults.
+    """Return the compiler options for an executor's functions; None for XLA's defaults.
 
     With `deterministic`, an accelerator computes identical bits in every run; a CPU always does. On
     a CPU, float32 products are computed by Eigen and not by YNNPACK, because YNNPACK's batched
     products (attention) use only one of two cores. YNNPACK still computes sums and maxima, because
-    XLA's versions process one number at a time. YNNPACK also computes bfloat16 products, because
-    Eigen does not use the processor's bfloat16 instructions.
+    XLA's own sums and maxima process one number at a time. YNNPACK also computes bfloat16 products,
+    because Eigen does not use the processor's bfloat16 instructions.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":

@@ -33,8 +33,8 @@ from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
 
 WORKING_SET = 5 * 2**20
-"""Size in bytes of a block's widest activations, which are the input of the plastic layer. Above
-this size, a CPU needs more time per image."""
+"""Limit in bytes for a block's widest activations, which are the input of the plastic layer. If
+they are larger, a CPU needs more time per image."""
 
 
 class Dense(NamedTuple):
@@ -62,8 +62,8 @@ class Tokens(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """The start of a pass as row numbers `rows` `[B]` in a data set `values` `[M, ...]` on the
-    device. `block` is None if the data set contains images."""
+    """The start of a pass, given by the numbers `rows` `[B]` of its rows in a data set `values`
+    `[M, ...]` on the device. `block` is None if the data set contains images."""
 
     block: int | None
     values: jax.Array
@@ -106,7 +106,7 @@ Place = tuple[int, Choice]
 
 Learners = Mapping[Place, Any]
 """Learners, keyed by block and choice. A learner is a pytree with the learned parameters in
-`params` and the state of the optimiser."""
+`params` and the state of the optimizer."""
 
 Update = Callable[[Any, Any, Any, Any], Any]
 """Traced function that maps a learner, its gradients, the learning rate and the loss to the updated
@@ -251,15 +251,15 @@ class Executor(abc.ABC):
         if place not in self._on:
             one = self._on[place] = copy.copy(self)
             one.layout = Layout([self.layout.devices[place]])
-            one.numbers = {}  # constants on this device
+            one.numbers = {}  # the cached constants can be on another device
             one.leaves, one.blocks, one.base_pool = self.layout.copy(
                 (self.leaves, self.blocks, self.base_pool), place
             )
         return self._on[place]
 
     def begin(self, images: np.ndarray | jax.Array) -> Tokens:
-        """Compute the tokens of block 0. With more than one device, the images must already be
-        split over the devices (`Layout.rows`)."""
+        """Compute the tokens of block 0 from images. With more than one device, the images must
+        already be split over the devices (`Layout.rows`)."""
         return Tokens(0, self._begin(self.leaves, images))
 
     def resolve(self, source: Tokens | Gather) -> Tokens:
@@ -295,7 +295,7 @@ class Executor(abc.ABC):
         return values if self.device.is_host or self.layout.is_many else jax.device_put(values)
 
     def number(self, value: int) -> Any:
-        """Return a cached int32 constant on the device."""
+        """Return `value` as a cached int32 constant; `put` is called once per value."""
         if value not in self.numbers:
             self.numbers[value] = self.put(np.int32(value))
         return self.numbers[value]
@@ -368,9 +368,9 @@ class Executor(abc.ABC):
         """Train one step per architecture; `learners` contains the learners of all Adapt and New
         ops in `architectures`.
 
-        Learners that are not in the architecture of a step stay unchanged in that step. If the loss
-        or a gradient is non-finite, the returned loss is NaN and all learners stay unchanged. If
-        the tokens of a batch are those of a later block, the ops of earlier blocks are ignored.
+        Learners that are not in the architecture of a step stay unchanged in that step. If a step
+        has a non-finite loss or gradient, it returns a non-finite loss and changes no learner. If a
+        batch starts at a later block than 0, the ops of the blocks before this start are ignored.
         """
         learners = dict(learners)
         losses = []
@@ -386,7 +386,7 @@ class Executor(abc.ABC):
     def _train_call(
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
-        """Train at most `steps_per_call` steps; return only the changed learners."""
+        """Train at most `steps_per_call` steps; the result contains only changed learners."""
 
     def _compose(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
         """Trace the blocks from `begin` to `until` (exclusive). The weights of these blocks are in

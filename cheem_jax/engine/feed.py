@@ -41,7 +41,7 @@ class Feed(Protocol):
         return self
 
     def on(self, executor: Executor) -> "Feed":
-        """Return the feed for an executor on one of the devices."""
+        """Return a feed of the same data for `executor`, which runs on one of the devices."""
         ...
 
     def parts(self, order: Sequence[np.ndarray]) -> Iterator["Feed"]:

@@ -2,8 +2,9 @@
 
 Every process runs the same code on its own devices (JAX's multi-controller SPMD) and has the same
 state. Only the first process writes, prints and logs. Clocks, signals and disks differ between
-processes. All processes therefore make decisions that depend on clocks, signals or disks together,
-in the main thread and in the same order. With one process, these functions do not communicate.
+processes. If a decision depends on a clock, a signal or a disk, all processes therefore make this
+decision together, in the main thread and in the same order. With one process, these functions do
+not communicate.
 """
 
 import dataclasses
@@ -80,7 +81,8 @@ class HostsConfig:
 
 
 def connect(config: HostsConfig) -> None:
-    """Join the job before the first computation; without a coordinator, do nothing.
+    """Join the job; without a coordinator, do nothing. Call this function before the first
+    computation.
 
     If another process dies later, JAX ends this process after about `timeout` seconds. Raises
     ValueError if the coordinator cannot be reached, or if `auto` finds no job.
@@ -115,7 +117,8 @@ def connect(config: HostsConfig) -> None:
 
 
 def leave(error: BaseException) -> None:
-    """End a failed process of a job immediately. JAX then ends the other processes as well.
+    """End this process immediately if it belongs to a job and `error` is a failure. JAX then ends
+    the other processes as well.
 
     Python's normal exit would wait for the other processes, which wait for results of this process.
     A request to stop is not a failure, because all processes stop together.
@@ -173,12 +176,12 @@ def _gather(values: np.ndarray) -> np.ndarray:
 
 
 def largest(value: int) -> int:
-    """Return the largest value of all processes, in every process; values must be below 2^31."""
+    """Return the largest of the processes' values to every process; values must be below 2^31."""
     return value if count() == 1 else int(_gather(np.array(value, np.int32)).max())
 
 
 def smallest(value: int) -> int:
-    """Return the smallest value of all processes, in every process; values must be below 2^31."""
+    """Return the smallest of the processes' values to every process; values must be below 2^31."""
     return -largest(-value)
 
 
@@ -251,8 +254,8 @@ def agree_to_stop(stop: Stop) -> bool:
 
 
 def check_equal(what: str, value: Any, way_out: str) -> None:
-    """Check that a JSON value is identical in all processes; `what` describes it, and `way_out` is
-    a hint.
+    """Check that a JSON value is identical in all processes; `what` is a plural noun for the value,
+    and `way_out` is a hint for the user.
 
     Raises ValueError in all processes, with the numbers of the processes whose values differ from
     the value of the first process.

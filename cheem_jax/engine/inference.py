@@ -2,9 +2,10 @@
 tokens of the base network.
 
 If the leading blocks of a task network reuse base experts, they compute the same tokens as the base
-network. The task network therefore starts with the base network's tokens at its first different
-block; in the paper (section 'Inference'), both networks start with the image. Images are grouped by
-task within a batch, and groups are padded to a few sizes, so that no request compiles a function.
+network. The task network therefore starts with the base network's tokens at the first block where
+the two networks differ; in the paper (section 'Inference'), both networks start with the image.
+Images are grouped by task within a batch, and groups are padded to a few sizes, so that no request
+compiles a function.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """Place arrays on one device, or on a mesh of devices of one or more machines (JAX's SPMD).
 
 The rows of a batch are split over the devices. Learned parameters and the frozen backbone are
-replicated. The functions are the same in both cases: XLA divides the work according to the sharding
-of the arguments, and inserts the sums over devices for gradients and counts.
+replicated. The same functions run on one device and on a mesh: XLA divides the work according to
+the sharding of the arguments, and inserts the sums over devices for gradients and counts.
 """
 
 import collections
@@ -164,7 +164,7 @@ class _Waiting:
         return jax.block_until_ready(self._function(*arguments, **named))
 
     def lower(self, *arguments: Any, **named: Any) -> "_Waiting":
-        """Lower the function for arguments with these shapes."""
+        """Lower the function for the shapes and types of these arguments."""
         return _Waiting(self._function.lower(*arguments, **named))
 
     def compile(self) -> "_Waiting":

@@ -197,7 +197,8 @@ def _collect(
     batch_size: int,
     run: Callable[[Rows, Tokens | Gather], list[jax.Array]],
 ) -> list[np.ndarray]:
-    """Compute the arrays of all batches, and return them concatenated without padding."""
+    """Call `run` for each batch, and return its arrays, concatenated over all batches without
+    padding."""
 
     def fetch(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
         return [hosts.fetch(values)[: batch.size] for values in run(batch, tokens)]

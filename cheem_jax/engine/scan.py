@@ -117,11 +117,11 @@ class Scan(Executor):
         self, learners: Learners, head: Any, plan: Sequence[Planned], setup: Setup
     ) -> Trained:
         """Train up to `steps_per_call` steps. If `plan` contains fewer steps, the call is filled
-        with steps that do not count.
+        with steps whose results are discarded.
 
-        The backward pass ends at the first block with a learner, rounded down, even if the
-        architectures of these steps do not use that learner. A supernet soon has a learner at its
-        first block; after that, all steps of the supernet use the same function.
+        The backward pass ends at the first block with a learner, rounded down by `backward_end`,
+        even if the architectures of these steps do not use that learner. A supernet soon has a
+        learner at its first block; after that, all steps of the supernet use the same function.
         """
         size = self.steps_per_call
         num = len(plan)
@@ -343,7 +343,7 @@ def _unstack(tree: Any, indices: range) -> list[Any]:
 
 
 def _in_slots(tree: Any, slots: Int[ArrayLike, "n"]) -> Any:
-    """Select the slot of each of n blocks in leaves `[n, K, ...]`."""
+    """Select, for each of n blocks, the entry at the block's slot in leaves `[n, K, ...]`."""
     slots = jnp.asarray(slots)
     blocks = jnp.arange(len(slots))
     return jax.tree.map(lambda leaf: leaf.at[blocks, slots].get(mode="promise_in_bounds"), tree)

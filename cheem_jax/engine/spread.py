@@ -103,7 +103,7 @@ def _on_devices(
         for place in layout.local
         if groups[place]
     }
-    # each pass splits its batch into calls of `executor.rows` images
+    # each pass splits its batch into calls of `executor.forward_rows` images
     size = max(batch_size, executor.forward_rows(batch_size, num))
     order = [batch.rows[: batch.size] for batch in batches(np.arange(num), size)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
@@ -116,11 +116,11 @@ def _on_devices(
 
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
-    """Divide the networks into `num` groups with nearly equal FLOPs, in the order of `walk`. Return
-    the indices of the networks in each group.
+    """Sort the networks as `Stages.walk` does, and divide them into `num` groups with nearly equal
+    FLOPs. Return the indices of the networks in each group.
 
-    A group is a range of this order, so networks that share a prefix tend to be in the same group.
-    The FLOPs of the largest group are as low as possible for such ranges.
+    A group is a range of the sorted networks, so networks that share a prefix tend to be in the
+    same group. The FLOPs of the largest group are as low as possible for such ranges.
     """
     order = sorted(range(len(networks)), key=lambda i: _codes(networks[i]))
     alone = [added_flops(executor, (), networks[index]) for index in order]

@@ -1,4 +1,5 @@
-"""Compiled stages that the host composes: any architecture runs without further compilation.
+"""Compiled functions (stages) that the host composes: any architecture runs without further
+compilation.
 
 All blocks have the same shapes. The functions for an op kind, with and without the gradient of the
 block's input, therefore run at every block, for every task and architecture. The backward pass ends

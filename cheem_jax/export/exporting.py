@@ -70,7 +70,7 @@ class Exported(NamedTuple):
     num_bytes: int
     largest_difference: float
     """Largest difference between the results of the file (logits and distances) and those of the
-    network, over images of all tasks."""
+    network, over all images of the check."""
     seconds_per_image: float | None
     """Seconds that the file needs for one image on this machine; None if the file contains only
     weights."""
@@ -92,7 +92,7 @@ def kind_of(file: Path) -> Format:
 def export(
     subject: Subject, file: Path, kind: Format, *, task: str | None = None, overwrite: bool = False
 ) -> Exported:
-    """Write the network of one task, or the whole memory with its router if `task` is None.
+    """Write the network of one task to `file`; if `task` is None, write the memory with its router.
 
     A task's network maps `images` to `logits`. A memory maps `images` to `task`, `logits` and
     `distance`. The router runs once. The network of the inferred task then continues the router's
@@ -235,14 +235,14 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
 
 def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float, set[int]]:
     """Compare the results of a file with those of the network. Return the largest difference and
-    the compared tasks.
+    the indices of the compared tasks.
 
-    A memory's file is checked with images of each task of the memory, in batches and with a single
-    image. The reference results are computed by the unexported network and by the router in NumPy,
-    which are independent of the function in the file. For a task's file, which contains merged
-    experts, the reference network uses low-rank pairs. For a memory's file, which contains low-rank
-    pairs, the reference network uses merged experts. Raises RuntimeError if the difference is too
-    large.
+    The images are generated. For a memory's file, the router infers each task for at least one
+    image, if possible. The file is run on batches of these images, and on a single image. The
+    reference results are computed by the unexported network and by the router in NumPy, which are
+    independent of the function in the file. For a task's file, which contains merged experts, the
+    reference network uses low-rank pairs. For a memory's file, which contains low-rank pairs, the
+    reference network uses merged experts. Raises RuntimeError if the difference is too large.
     """
     graphdef, state = nnx.split(subject.vit)
     features = jax.jit(
@@ -321,13 +321,13 @@ def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
 def leading(
     subject: Subject, images: UInt8[np.ndarray, "N S S 3"], tasks: Int[np.ndarray, "N"]
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """Change each image step by step until the router infers the intended task of the image, which
-    is in `tasks`.
+    """Change each image, in at most NUM_STEPS steps, until the router infers its intended task. The
+    intended tasks of the images are in `tasks`.
 
-    Each step changes the pixels against the sign of the gradient of a value. While another task is
-    nearer, this value is the difference between the distances to the two tasks. Afterwards, it is
-    the amount by which the distance to the intended task's nearest centroid exceeds the task's
-    threshold.
+    Each step changes the pixels against the sign of a gradient, to reduce one value. While another
+    task is nearer, this value is the distance to the intended task minus the distance to the
+    nearest other task. Afterwards, the value is the amount by which the distance to the intended
+    task's nearest centroid exceeds the task's threshold.
     """
     distances = distances_of(subject)
     to_own = to_centroids(subject)
@@ -415,8 +415,8 @@ class _Routing:
     def difference(self, images: np.ndarray, tasks: np.ndarray, distances: np.ndarray) -> float:
         """Return the largest relative error of the file's distances and of its inferred tasks.
 
-        If an inferred task differs only because of rounding at a tie or a threshold, its error is
-        small.
+        The error of an inferred task is small if the task differs from the router's task only
+        because of rounding at a tie or a threshold.
         """
         distance = self.distance[images]
         nearest = self.nearest[images]

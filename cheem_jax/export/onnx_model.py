@@ -120,8 +120,8 @@ def _keep_outside_loops(graph: Any) -> None:
         copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
         inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
         renamed, after = {}, {}
-        # The first two inputs of the body are the iteration number and a condition. Its first
-        # output is a condition.
+        # The first two inputs of the body are the iteration number and a condition. The first
+        # output of the body is also a condition.
         for carried in reversed(range(len(loop.input) - 2)):
             outer = loop.input[carried + 2]
             given = body.input[carried + 2].name

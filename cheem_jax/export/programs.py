@@ -25,7 +25,7 @@ FileFunction = Callable[[np.ndarray], dict[str, np.ndarray]]
 """Function that runs an exported file; it maps uint8 images `[B, S, S, 3]` to output arrays, keyed
 by output name."""
 PLATFORMS = ("cpu", "cuda", "tpu")
-"""Platforms for which a StableHLO file is compiled."""
+"""Platforms on which a StableHLO file can run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Subject:
     router: RouterConfig
     thresholds: tuple[float, ...] | None = None
     """Thresholds for open-set rejection: for each task, the maximum L1 distance to the nearest
-    centroid of the task. None rejects no image."""
+    centroid of the task. With None, no image is rejected."""
 
     def __post_init__(self) -> None:
         if (precision := self.vit.config.precision) != "float32":
@@ -79,7 +79,8 @@ def stored_ops(subject: Subject) -> list[Ops]:
     @functools.cache
     def stored(block: int, index: int) -> Reuse | Adapt:
         """Return the op of an expert. If parents of the expert are low-rank pairs as well, all
-        pairs are concatenated into one pair. Its rank is the sum of the ranks of all pairs."""
+        pairs are concatenated into one pair. The rank of this pair is the sum of the ranks of all
+        pairs."""
         pool = subject.pool[block]
         pairs = []
         root = index
@@ -199,8 +200,8 @@ def router_pass(
         )
     reached[depth] = x
     parts += [vit.features(x)] if until == depth else []
-    # must be consistent with `routing.join_tokens`: if there is more than one part, each part is
-    # scaled to unit length before the concatenation
+    # This must be consistent with `routing.join_tokens`: if there is more than one part, each part
+    # is scaled to unit length before the concatenation.
     return (
         parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
     ), reached
@@ -216,7 +217,7 @@ def _widened(subject: Subject, head: Head) -> Head:
 
 
 def num_bytes(subject: Subject, index: int | None) -> int:
-    """Return the number of bytes of all distinct arrays in a file."""
+    """Return the number of bytes of all distinct arrays of the backbone and the ops in a file."""
     networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
     leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
     return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
@@ -259,7 +260,8 @@ def to_centroids(subject: Subject) -> Distances:
 
 
 def _nearest(points: Float[Array, "B E"], rows: Float[np.ndarray, "C E"]) -> Float[Array, "B"]:
-    # squared differences are summed directly, because the expanded form cancels in float32
+    # squared differences are summed directly, because the expanded form loses precision by
+    # cancellation in float32
     return ((points[:, None] - rows) ** 2).sum(axis=-1).min(axis=1)
 
 

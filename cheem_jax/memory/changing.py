@@ -27,8 +27,11 @@ from cheem_jax.run.session import Session
 def read_new_tasks(
     state: MemoryState, data: Data, name: str | None, extend: str | None, progress: Progress
 ) -> tuple[Task, ...]:
-    """Read the tasks to learn. A name that the memory already contains gets the memory's spelling.
-    Raises ValueError if the tasks do not fit the memory."""
+    """Read the tasks to learn; `name` or `extend` replaces the task name in the data.
+
+    A name that the memory contains in another Unicode form is replaced by the memory's form. Raises
+    ValueError if the tasks do not fit the memory.
+    """
     size = state.config.image_size
     purpose = "learn" if extend is None else "extend"
     tasks = read_tasks(data, size, progress, upright=state.config.upright, purpose=purpose)
@@ -113,7 +116,7 @@ def learn_tasks(
             session.say(f"{task.name}: learned already")
         else:
             state = learn_task(state, task, extend is not None, sha256, setup, session)
-        # The state is yielded first: the task is saved, even if its measurement is interrupted.
+        # The task is saved, so the caller gets the state even if the measurement is interrupted.
         yield state
         measure(state, tasks, setup, session)
     setup.features.clear()
@@ -144,8 +147,8 @@ def resolve_interrupted(
     """Return a state in which the new tasks can be learned.
 
     If the interrupted task is the first of the new tasks, it stays in the state and resumes.
-    Otherwise, it is removed with `discard`. Raises ValueError without `discard` if there are new
-    tasks, and the first of them is not the interrupted task.
+    Otherwise, the interrupted task is removed if `discard` is set. Raises ValueError if `discard`
+    is not set, there are new tasks, and the first of them is not the interrupted task.
     """
     interrupted = state.interrupted
     new = [
@@ -245,7 +248,7 @@ def measure(
     learner = setup.learner(state.internal)
     last = len(state.names) - 1
     for index in sorted(set(range(last + 1)) - evaluated):
-        # Accuracies with fewer learned tasks can no longer be measured.
+        # With all tasks learned, accuracies with fewer learned tasks cannot be measured anymore.
         learned = [
             available.get(name) if index == last else None for name in state.names[: index + 1]
         ]
@@ -256,10 +259,10 @@ def measure(
 def forget_tasks(
     state: MemoryState, names: Sequence[str], *, erase: bool
 ) -> tuple[MemoryState, Forgotten]:
-    """Forget all named tasks, or none of them if a name is unknown. The interrupted task can be one
-    of them.
+    """Forget all named tasks, or none of them if a name is unknown. `names` can contain the
+    interrupted task.
 
-    Raises ValueError for an unknown name, and if a task that is not named is interrupted.
+    Raises ValueError for an unknown name, and if there is an interrupted task that `names` lacks.
     """
     read(state.directory)  # a corrupted record raises before anything changes
     names = state.spelled(names)

@@ -20,7 +20,8 @@ FORMAT = "cheem_jax-memory/1"
 RUN_FORMAT = "cheem_jax-run/1"
 WEIGHTS = "backbone.safetensors"
 BASE = "base"
-"""Name of the target for the pretraining data, and of the folder with the target's checkpoint."""
+"""Name of the pretraining data as a target of predictions, and of the folder with their router
+statistics."""
 SETTINGS = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
 """Settings that `cheem info` displays."""
 COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
@@ -31,7 +32,7 @@ COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
 class MemoryConfig:
     """Settings and state of a memory, as stored in its `config.json`.
 
-    The settings and the data of the tasks determine the learned memory completely.
+    The settings, together with the data of the tasks, determine the learned memory completely.
     """
 
     backbone: str
@@ -49,9 +50,10 @@ class MemoryConfig:
     """Fingerprint of the images of the pretraining data; None if the memory was created without
     them."""
     begun_with_sha256: str | None
-    """Digest of the run whose tasks the memory started with; None if it started without tasks."""
+    """Digest of the `config.json` of the run whose tasks the memory started with; None
+    without such a run."""
     upright: bool
-    """Whether images are rotated by their EXIF orientation."""
+    """Whether images are rotated according to their EXIF orientation."""
     generation: int = 1
     """Number of the generation whose checkpoints are valid."""
     tasks: tuple[str, ...] = ()
@@ -68,8 +70,8 @@ class MemoryConfig:
     replaced: tuple[int, ...] = ()
     """Former numbers of extended tasks; each extension assigns a new number to the task."""
     extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Extensions of each task, keyed by task name: the fingerprint of the data, and the numbers of
-    training images and of classes, before and after the extension."""
+    """Extensions of each task, keyed by task name. An extension contains the fingerprint of its
+    data, and the numbers of training images and of classes before and after the extension."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def parse_config(values: Mapping[str, Any], directory: Path) -> MemoryConfig:
 
 
 def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
-    """Convert JSON values to a settings dataclass, including nested ones.
+    """Convert JSON values to a settings dataclass, and nested values to its nested dataclasses.
 
     Raises ValueError with the name of the file and of each unknown or missing setting.
     """
@@ -189,10 +191,11 @@ def unfinished(config: MemoryConfig, next_number: int) -> dict[str, Any] | None:
 def read_info(directory: Path) -> dict[str, Any] | None:
     """Read the values of `OpenMemory.info` without importing JAX.
 
-    The values are read from the record and from the metadata of the tasks. Hashes of files are
-    checked, hashes of contents are not. Returns None if the memory has to be opened instead: it is
-    a run, it started with the tasks of a run, it is empty or corrupted, another process is changing
-    it, or its record is incomplete.
+    The values are read from the record and from the metadata of the tasks. The hashes of files are
+    checked, but the hashes of array contents are not. Returns None if the values can only be
+    computed by opening the memory: the directory is a run, or the memory started with the tasks of
+    a run, is empty or corrupted, is being changed by another process, contains an adapted expert
+    that became a full expert, or has an incomplete record.
     Raises ValueError if the directory is neither a memory nor a run.
     """
     values = read_config(directory)
@@ -204,7 +207,7 @@ def read_info(directory: Path) -> dict[str, Any] | None:
 
 def _read_info(directory: Path, values: Mapping[str, Any]) -> dict[str, Any] | None:
     config = parse_config(values, directory)
-    # the tasks of a run are not calibrated
+    # tasks of a run are not calibrated, but the code below assumes calibrated tasks
     if values["format"] != FORMAT or config.forgetting or config.begun_with_sha256:
         return None
     _, header = read_tensors(directory / WEIGHTS)

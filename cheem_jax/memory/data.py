@@ -29,7 +29,7 @@ def read_tasks(
     purpose: Purpose = "learn",
     only: str | None = None,
 ) -> tuple[Task, ...]:
-    """Return tasks as they are, or read them from a data source of `cheem learn`.
+    """Return the tasks in `data`, or read tasks from a data source that `cheem learn` accepts.
 
     A data source is a folder, a zip file, a TOML file or the name of a benchmark. Raises ValueError
     for tasks that do not fit `purpose`. `only`: see `load_tasks`.
@@ -66,7 +66,8 @@ def decode(
 ) -> tuple[Task, ...]:
     """Decode the images of planned tasks, and report ignored files and suspicious images.
 
-    `upright`: whether images are rotated by their EXIF orientation; `only`: see `load_tasks`.
+    `upright`: whether images are rotated according to their EXIF orientation; `only`: see
+    `load_tasks`.
     """
     plans = [plan.turned(upright) for plan in plans]
     if progress is None:
@@ -138,7 +139,7 @@ class NamedFiles(FolderFiles):
         """See `Encoded.picture`."""
         match image := self.images[row]:
             case Image.Image():
-                with self._loading:  # threads can load the same open file at once
+                with self._loading:  # otherwise, two threads could load the same open file at once
                     image.load()
                 return image
             case bytes():

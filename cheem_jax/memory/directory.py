@@ -2,8 +2,8 @@
 
     config.json                     settings, state, and the number of the valid generation
     backbone.safetensors            frozen backbone with its head and mean CLS tokens
-    base/                           router statistics of the pretraining data, if their classes
-                                    are a target
+    base/                           router statistics of the pretraining data, if the memory also
+                                    predicts the classes of these data
     generation-0001/cheem/000-cats  one directory per task, as in a run
     metrics.jsonl                   record of the learned tasks and of accuracies
     evaluated.json                  latest accuracies, measured by `cheem evaluate`
@@ -56,7 +56,8 @@ def write_config(directory: Path, config: MemoryConfig) -> None:
 def write_generation(
     directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory
 ) -> None:
-    """Write the checkpoints of the next generation. Changing `config.json` then makes them valid.
+    """Write the checkpoints of the next generation. They become valid when the caller then changes
+    `config.json`.
 
     Unchanged tasks share their files with the previous generation.
     """
@@ -71,7 +72,7 @@ def write_generation(
         for number in range(after.next_number):
             if number in after.forgotten:
                 save_forgotten(new_root, after, number)
-            elif number in changed or number >= len(saved):  # an extended task is not saved yet
+            elif number in changed or number >= len(saved):  # an extended task gets a new number
                 index = after.numbers.index(number)
                 save_memory_task(new_root, after, index, config.method.ops.rank)
             else:
@@ -99,7 +100,7 @@ def remove_old_generations(directory: Path, generation: int) -> None:
 
 
 def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemory) -> None:
-    """Remove the tasks in `config.forgetting` from the record and from all derived files.
+    """Remove the tasks in `config.forgetting` from the record, and remove all derived files.
 
     `memory` is the memory without these tasks. Repeating the call changes nothing.
     """
@@ -110,7 +111,8 @@ def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemo
     names = {(report["index"], report["name"]) for report in _reports(entries)}
     for task in config.forgetting or ():
         # An extended task has an old and a new report of the same name. After the old report is
-        # removed, the new report can get its index. A repeated call must not remove the new report.
+        # removed, the new report can get the index of the old report. A repeated call must not
+        # remove the new report.
         is_recorded = not task.get("extended") or len(names) > len(memory.tasks)
         if is_recorded and (task["index"], task["name"]) in names:
             entries = without_task(entries, task["index"], task["name"])
@@ -127,8 +129,8 @@ def _reports(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_free(directory: Path) -> None:
-    """Raise ValueError if a memory cannot be created in the directory because it is a file or not
-    empty."""
+    """Raise ValueError if the directory is a file or is not empty, so that no memory can be created
+    in it."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{str(directory)!r} is a file; a memory is a folder")
     if directory.exists() and not all(is_of_system(file.name) for file in directory.iterdir()):
@@ -146,7 +148,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
     If the block fails, nothing is left behind. A new directory is created by renaming the hidden
     folder. An existing directory can be a mount point, or its parent can be read-only, so the
     hidden folder is then created inside the directory, and `config.json` is moved last. Raises
-    ValueError if the directory is not empty, and OSError with its name if it cannot be created.
+    ValueError if the directory is not empty, and OSError with the directory's name if the hidden
+    folder cannot be created.
     """
     check_free(directory)
     directory = directory.resolve()
@@ -187,7 +190,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
 def remove_memory(directory: Path) -> None:
     """Remove a memory. Hidden files of other software stay, and so does the folder if it contains
     any."""
-    (directory / NAME).unlink(missing_ok=True)  # without it the folder is not a memory
+    (directory / NAME).unlink(missing_ok=True)  # without this file, the folder is not a memory
     for path in list(directory.iterdir()):
         if path.name.startswith(OURS) or not is_of_system(path.name):
             remove(path)

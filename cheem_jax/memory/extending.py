@@ -1,4 +1,4 @@
-"""Class statistics and candidates for extending a task.
+"""Compute class statistics of a task, and select the best candidate for an extended task.
 
 The statistics of a task are the number of images and the mean feature of each class (`counts`,
 `means`), and one within-class `covariance` for all classes. The features are computed by the
@@ -40,7 +40,7 @@ def label_among(learned: Sequence[str], task: Task) -> Task:
     """Relabel the images of `task`: its classes become the learned classes, followed by the new
     classes.
 
-    Classes are matched by name. Raises ValueError if a name differs from a learned one only in
+    Classes are matched by name. Raises ValueError if a name differs from a learned name only in
     upper and lower case.
     """
     names = spelled_as(task.classes, learned)
@@ -84,8 +84,8 @@ def outnumbers(task: Task, learned: TaskMemory, num_before: int) -> bool:
     """Return whether fine-tuning is a candidate for an extension.
 
     The new images have to contain every learned class, and their number has to be at least
-    `num_before`. For a task without statistics, fine-tuning is the only way to add classes, so any
-    number of images is sufficient.
+    `num_before`, the number of earlier training images. For a task without statistics, fine-tuning
+    is the only way to add classes, so any number of images is sufficient.
     """
     if absent_classes(task, learned):
         return False
@@ -123,7 +123,8 @@ def best_candidate(candidates: Sequence[Candidate]) -> Candidate:
 def sample_features(
     statistics: Statistics, seed: int
 ) -> tuple[Float[np.ndarray, "S D"], Int[np.ndarray, "S"]]:
-    """Sample features and labels from a normal distribution per class; none without statistics."""
+    """Sample features from one normal distribution per class, and return them with their labels.
+    Without statistics, both arrays are empty."""
     if not statistics:
         return np.zeros((0, 0)), np.zeros(0, np.int32)
     means = statistics["means"].astype(np.float64)
@@ -139,12 +140,12 @@ def move_samples(
     before: Float[np.ndarray, "N D"],
     after: Float[np.ndarray, "N D"],
 ) -> Float[np.ndarray, "S D"]:
-    """Map samples of features of one network to features of another network.
+    """Map sampled features of one network to the features of another network.
 
     The map adds a difference that a ridge regression predicts. The regression is fitted to `before`
     and `after`, the features of the same images in both networks.
     """
-    from sklearn.linear_model import RidgeCV  # here, because importing it is slow
+    from sklearn.linear_model import RidgeCV  # imported here, because the import is slow
 
     ridge = RidgeCV(len(before) * np.array(MOVE_PENALTIES)).fit(before, after - before)
     return samples + ridge.predict(samples)
@@ -162,10 +163,10 @@ def new_temperature(
 
     Returns the geometric mean of two temperatures whose errors have opposite signs. With the first
     temperature, samples of the earlier classes have the same mean log-probability as with the
-    task's head and temperature, which were fitted to validation images. The first temperature is
-    too low if many classes are new: samples are easier than images, and new classes lower the
-    log-probability of the earlier ones. The second temperature is fitted to the new validation
-    images. It is too high, because the network has not learned the classes of these images.
+    task's old head and old temperature. The first temperature is too low if many classes are new:
+    samples are easier than images, and new classes lower the log-probability of the earlier ones.
+    The second temperature is fitted to the new validation images. It is too high, because the
+    network has not learned the classes of these images.
     """
     wanted = log_probability(compute_logits(samples, task.head) / task.temperature, labels)
     logits = compute_logits(samples, head)
@@ -181,8 +182,8 @@ def new_temperature(
 def class_statistics(
     features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
 ) -> dict[str, np.ndarray]:
-    """Compute the number of images and the mean feature per class (zeros without images), and the
-    covariance."""
+    """Compute the number of images and the mean feature of each class, and one within-class
+    covariance for all classes. The mean of a class without images is zero."""
     points = features.astype(np.float64)
     counts = np.bincount(labels, minlength=num_classes)
     means = np.zeros((num_classes, points.shape[1]))
@@ -199,7 +200,7 @@ def class_statistics(
 def add_statistics(old: Statistics, new: Statistics) -> dict[str, np.ndarray]:
     """Combine the statistics of old and new images, computed from the features of one network.
 
-    `new` can have more classes, after those of `old`.
+    `new` can have additional classes, which follow the classes of `old`.
     """
     num_new = len(new["counts"]) - len(old["counts"])
     counts = np.pad(old["counts"], (0, num_new))
@@ -221,8 +222,8 @@ def add_router_statistics(
 ) -> TaskStatistics:
     """Combine the router's statistics of old and new images; `labels` belong to the new images.
 
-    For `lda`, the result equals the statistics of all images at once. For `kmeans`, the centroids
-    of the new images are appended.
+    With an `lda` router, the result equals the statistics computed from all images at once. With a
+    `kmeans` router, the centroids of the new images are appended to the old centroids.
     """
     if not new.moments:
         return TaskStatistics(np.concatenate([old.centroids, new.centroids]))
@@ -248,8 +249,8 @@ def add_router_statistics(
 def mix_quantiles(
     old: Float[np.ndarray, "Q"], new: Float[np.ndarray, "Q"], share: float
 ) -> Float[np.ndarray, "Q"]:
-    """Compute the quantiles of a mixture of two sets of distances with weights `share` and 1 -
-    `share`."""
+    """Compute the quantiles of a mixture of two sets of distances. `old` and `new` are the
+    quantiles of the sets, and `share` and 1 - `share` are the weights of the sets."""
     weights = np.repeat([share, 1 - share], NUM_QUANTILES)
     steps = np.linspace(0, 1, NUM_QUANTILES)
     mixed = np.quantile(np.concatenate([old, new]), steps, weights=weights, method="inverted_cdf")

@@ -114,7 +114,7 @@ def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:
             and isinstance(stored.params, Expert)
             and not isinstance(old.params, Expert)
             for block, old_block in zip(after.pool, before.pool, strict=True)
-            # an extended task adds experts at the end of a block
+            # an extension adds experts at the end of a block, so lengths can differ
             for stored, old in zip(block, old_block, strict=False)
         )
     ]

@@ -40,7 +40,7 @@ FILES = re.compile(
 def push(
     directory: str | Path, repository: str, *, license: str | None = None, public: bool = False
 ) -> list[str]:
-    """Replace the memory in the repository `OWNER/NAME` by the memory in `directory`, in a single
+    """Replace the memory in the repository `OWNER/NAME` with the memory in `directory`, in a single
     commit.
 
     A missing repository is created; it is private unless `public`. Returns the names of the pushed
@@ -54,7 +54,7 @@ def push(
     memory = open_memory(directory)
     memory.check_writable()
     with hold(directory):
-        memory.tidy()  # the remains of a killed command are not pushed
+        memory.tidy()  # removes the remains of a killed command, so that they are not pushed
         if (unfinished := memory.state.interrupted) is not None:
             raise ValueError(
                 f"task {unfinished['name']!r} is interrupted; finish or forget it before you push"
@@ -67,7 +67,7 @@ def push(
         names = [NAME, WEIGHTS, RECORD, *(file.relative_to(directory).as_posix() for file in files)]
         card = model_card(memory, repository, license).encode()
         api = HfApi()
-        get_session().timeout = COMMIT_TIMEOUT  # the default is no limit
+        get_session().timeout = COMMIT_TIMEOUT  # by default, there is no timeout
         with hub_errors(repository, "push to"):
             try:
                 info = api.model_info(repository, timeout=TIMEOUT)
@@ -134,7 +134,8 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
 
 def _check_sizes(repository: str, sizes: Mapping[str, int], num_free: int) -> None:
     """Raise ValueError if there are too many files for a memory, or if they are too large for a
-    memory or the disk. `sizes` is in bytes, keyed by file name; `num_free` bytes are free."""
+    memory or the disk. `sizes` contains the size of each file in bytes, keyed by file name;
+    `num_free` is the number of free bytes on the disk."""
     total = sum(sizes.values())
     if len(sizes) > MAX_FILES or total > MAX_BYTES:
         raise ValueError(

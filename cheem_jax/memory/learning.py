@@ -71,7 +71,7 @@ EFFECTS = {
 
 
 class LearnerSetup(NamedTuple):
-    """Networks, settings and keys of a learner."""
+    """Networks, settings and PRNG keys of a learner."""
 
     executor: Executor
     config: CheemConfig
@@ -97,7 +97,7 @@ class LearnerSetup(NamedTuple):
 
 
 def make_setup(pretrained: Pretrained, config: MemoryConfig, engine: EngineConfig) -> LearnerSetup:
-    """Build the networks, settings and keys with which a memory learns."""
+    """Build the networks, settings and PRNG keys with which a memory learns."""
     networks = make_networks(pretrained, None, config.method, engine)
     base = find_base_means(
         pretrained, config.method, engine.precision, images=None, progress=Progress()
@@ -289,7 +289,7 @@ class MemoryLearner(Cheem):
         )
         params = {(block, chosen[block]): params for block, params in experts.items()}
         fitting = SupernetFit(supernet, supernet.start_from(params, head))
-        # without this state, a rolling checkpoint could have no arrays
+        # keep this state, because a rolling checkpoint without it could have no arrays
         if "finetune" not in learning.underway.fits:
             learning.underway.keep("finetune", fitting)
 

@@ -65,8 +65,8 @@ def create(
     Args:
         weights: file or folder of the backbone's weights; see `load_pretrained`.
         preset: settings of CHEEM. With `auto`, the number of epochs depends on the task (see
-            `cheem.config.auto`). `paper` decodes images as stored; other presets rotate them by
-            their EXIF orientation.
+            `cheem.config.auto`). `paper` decodes images as stored; other presets rotate them
+            according to their EXIF orientation.
         method: settings of CHEEM that replace the settings of the preset.
         augment: augment training images randomly.
         base_data: images of the pretraining data, in a form that `learn` accepts. CHEEM computes
@@ -166,18 +166,20 @@ def _base_target(
 def read_base_task(
     base_data: Data, image_size: int, progress: Progress | None = None, *, upright: bool
 ) -> Task:
-    """Read images of the pretraining data. Raises ValueError if they are more than one task."""
+    """Read images of the pretraining data. Raises ValueError if `base_data` is not exactly one
+    task."""
     tasks = read_tasks(base_data, image_size, progress, upright=upright)
     if len(tasks) != 1:
         raise ValueError(
             f"base_data contains {len(tasks)} tasks, expected one: {[task.name for task in tasks]}"
         )
-    return dataclasses.replace(tasks[0], name=BASE)  # the hash does not depend on the folder's name
+    # the fixed name makes the hash independent of the folder's name
+    return dataclasses.replace(tasks[0], name=BASE)
 
 
 def with_fallback(config: CheemConfig, preset: str) -> CheemConfig:
-    """Allow a task to use the frozen backbone if that is more accurate, except with the preset
-    `paper`."""
+    """Return settings that allow a task to use the frozen backbone if it is more accurate than the
+    learned network. With the preset `paper`, the settings do not change."""
     return config if preset == "paper" else dataclasses.replace(config, fallback=True)
 
 
@@ -260,7 +262,7 @@ def open_memory(
         weights: weights of a run; by default, the weights that the run used. A memory contains its
             weights and accepts only identical ones.
         usable: open a corrupted memory with its intact tasks only. `OpenMemory.lost` then contains
-            the error of each other task.
+            the error of each corrupted task.
 
     Raises:
         ValueError: a file is corrupted, missing or of another format, or the weights are not those
@@ -318,7 +320,7 @@ def _check_same_weights(
 def _read_run(
     directory: Path, values: Mapping[str, Any], weights: str | Path | None
 ) -> tuple[MemoryConfig, Pretrained]:
-    """Read the settings of a run as settings of a memory, and the run's weights."""
+    """Read the settings of a run, converted to settings of a memory, and the weights of the run."""
     if "cheem" not in values or values.get("router_weights_sha256") is not None:
         raise ValueError(
             f"{str(directory)!r} is a run of a method other than cheem, or with a separate router;"

@@ -74,10 +74,10 @@ def predict_images(
 
 
 class OpenMemory:
-    """An open memory directory, or a finished run of CHEEM that can only predict.
+    """An open memory directory or a finished run of CHEEM; a run can only predict.
 
-    Only `refresh`, `tidy`, `learn` and `forget` read the tasks again. One process at a time can
-    write, and any number of processes can predict.
+    Only `refresh`, `tidy`, `learn` and `forget` read the tasks from disk again. One process at a
+    time can write, and any number of processes can predict.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class OpenMemory:
 
     @property
     def tasks(self) -> tuple[TaskInfo, ...]:
-        """The learned tasks in order."""
+        """The learned tasks in learning order."""
         return tuple(
             TaskInfo(task.name, task.classes, tuple(to_strings(task.architecture)), number)
             for task, number in zip(self.internal.tasks, self.internal.numbers, strict=True)
@@ -160,7 +160,7 @@ class OpenMemory:
 
     @property
     def targets(self) -> tuple[TaskMemory, ...]:
-        """The tasks, followed by the pretraining data if their classes are kept."""
+        """The tasks, followed by the pretraining data if the memory predicts their classes."""
         return (*self.internal.tasks, *self._base)
 
     @functools.cached_property
@@ -233,7 +233,7 @@ class OpenMemory:
         """Predict images, which are files, encoded bytes, PIL images, or uint8 arrays `[(N), H, W,
         3]`.
 
-        `task` is the true task of all images, if given. For an image that cannot be read, the
+        If `task` is set, it is the true task of all images. For an image that cannot be read, the
         prediction only contains `error`. Raises ValueError for arrays of another shape or type.
         """
         return predict_images(self.predictor(top=top, open_set=open_set, task=task), images)

@@ -86,7 +86,7 @@ class ArrayPredictions(NamedTuple):
     """Predictions as arrays, one row per image."""
 
     targets: Int[np.ndarray, "N"]
-    """Index of the inferred target; -1 for an image of no target."""
+    """Index of the inferred target; -1 if the image is assigned to no target."""
     logits: list[Float[np.ndarray, "C"]]
     """Logits of the inferred target's classes; empty without a target."""
     distances: Float[np.ndarray, "N T"]
@@ -107,7 +107,7 @@ class Predictor:
             is rejected if its distance to the nearest target is above the (1 - `open_set`) quantile
             of the distances of that target's validation images. None rejects no image, as in the
             paper.
-        upright: whether image files are rotated by their EXIF orientation.
+        upright: whether image files are rotated according to their EXIF orientation.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Predictor:
         self.upright = upright
         statistics = tuple(target.router_statistics for target in targets)
         self.router = Router(router, statistics)
-        # distances of this router do not depend on other tasks, so the thresholds stay valid
+        # distances of a `kmeans` router do not depend on other tasks, so the thresholds stay valid
         self.open_set_router = self.router if router.kind == "kmeans" else Router(PAPER, statistics)
         self.thresholds: Float[np.ndarray, "T"] | None = None
         if open_set is not None:

@@ -70,11 +70,11 @@ def score_task(
         for chosen, logits, own_logits in answers:
             label = next(labels)
             routed.append(bool(chosen == index))
-            # a label is a class of this target; logits of other targets do not count
+            # the label is a class of `target`, so a prediction for another target is wrong
             right.append(routed[-1] and _predicts(logits, label))
             right_given.append(_predicts(own_logits, label))
             confidence.append(class_probabilities(own_logits, target).max())
-    # non-finite logits predict no class, with confidence 0
+    # a prediction from non-finite logits counts as wrong, with confidence 0
     error = calibration_error(np.nan_to_num(confidence), np.array(right_given))
     accuracy, accuracy_given, task_accuracy = (
         float(np.mean(values)) for values in (right, right_given, routed)

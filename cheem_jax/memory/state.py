@@ -46,7 +46,7 @@ class MemoryState:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the learned tasks in order."""
+        """Names of the learned tasks in learning order."""
         return tuple(task.name for task in self.internal.tasks)
 
     @property
@@ -56,7 +56,8 @@ class MemoryState:
         return unfinished(self.config, self.internal.next_number)
 
     def spelled(self, names: Sequence[str]) -> list[str]:
-        """Return task names with the memory's spelling."""
+        """Return task names in the Unicode form in which the memory stores them. Names that the
+        memory does not contain stay the same."""
         interrupted = () if self.interrupted is None else (self.interrupted["name"],)
         return spelled_as(names, (*self.names, *interrupted))
 
@@ -74,7 +75,7 @@ class MemoryState:
 
     def is_learned(self, name: str, task: Task) -> bool:
         """Return whether the task `name` was learned or extended from the data of `task`. If so,
-        the test images of `task` were held out."""
+        the test images of `task` were held out from learning."""
         return fingerprint(dataclasses.replace(task, name=name)) in self.learned_from(name)
 
     def write(self, **changes: Any) -> "MemoryState":
@@ -84,8 +85,8 @@ class MemoryState:
         return dataclasses.replace(self, config=config)
 
     def end_learning(self, **changes: Any) -> "MemoryState":
-        """Remove the rolling checkpoint of the interrupted task, after the task was saved or
-        discarded."""
+        """Remove the rolling checkpoint of a task that was saved or is discarded; return a state in
+        which no task is being learned. `changes` are other settings to change."""
         Rolling(self.root).clear()
         return self.write(learning=None, tasks=self.names, **changes)
 
@@ -136,7 +137,8 @@ def read_state(directory: Path, pool: Pool) -> MemoryState:
         except (ValueError, OSError):
             if read_config(directory)["generation"] == config.generation:
                 raise
-        # Otherwise, another process has replaced the generation in the meantime; read again.
+        # If the number of the generation differs, another process has replaced the generation in
+        # the meantime; read again.
         if internal is not None and read_config(directory)["generation"] == config.generation:
             break
     missing = sorted(config.data_sha256.keys() - {task.name for task in internal.tasks})

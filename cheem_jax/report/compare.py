@@ -103,7 +103,7 @@ def difference_of_records(
     contains the task names in learning order."""
     first_entries, second_entries = _by_subject(first, tasks), _by_subject(second, tasks)
     for subject in first_entries:
-        # A different order of entries is not a difference.
+        # The order of entries is ignored.
         if subject in second_entries and (
             leaves := find_differences(first_entries[subject], second_entries[subject])
         ):

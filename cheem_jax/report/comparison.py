@@ -39,8 +39,8 @@ AGNOSTIC = ("average_accuracy", "last_accuracy", "incremental_accuracy", "averag
 
 
 def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
-    """Make one row per method with the mean and standard deviation (n - 1) of every measure over
-    its runs.
+    """Make one row per method, with the mean and the sample standard deviation of every measure
+    over the runs of the method.
 
     The standard deviation is None if there is only one run. A measure is None if a run lacks it.
     `fom` is CHEEM's figure of merit relative to the method, computed from means over runs. It is

@@ -41,7 +41,8 @@ MARGIN = 28
 GAP = 12
 TITLE = 50
 CAPTION = 24
-"""Layout of contact sheets in pixels."""
+"""Outer margin, gap between images, and heights of the title and of a caption in contact sheets, in
+pixels."""
 
 ExampleImages = UInt8[np.ndarray, "_ _ _ 3"]
 """Images `[K, S, S, 3]`; K differs between classes and tasks."""
@@ -197,8 +198,8 @@ def accuracy_curve(results: Results, file: Path) -> None:
 
 
 def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = None) -> None:
-    """Write a figure as a PNG file atomically. `tight` crops or extends the image to the
-    contents."""
+    """Write a figure as a PNG file atomically. `tight` crops or extends the image so that it fits
+    the contents."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     figure.savefig(
@@ -281,8 +282,8 @@ def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
 
 
 def _draw(groups: Sequence[tuple[str, ExampleImages]], each: int, file: Path, title: str) -> None:
-    """Write a PNG file with at most `each` images of every group above its caption. A group without
-    images is displayed as an empty box."""
+    """Write a PNG file with at most `each` images of every group, and the caption of the group
+    below these images. A group without images is displayed as an empty box."""
     num_columns = min(COLUMNS // each, len(groups)) * each
     num_rows = math.ceil(len(groups) * each / num_columns)
     # Small images are enlarged by an integer factor, so that every pixel stays a square.

@@ -31,8 +31,8 @@ MEMORY = "a memory, not a run of an experiment"
 
 
 MOST_RANK = 64
-"""Largest rank of LoRA-CL in the presets, and in the grid of ranks that the experiments select from
-on validation images. Runs with larger ranks are references, so tables display their rank."""
+"""Largest rank of LoRA-CL in the presets, and among the ranks from which the experiments select one
+by validation accuracy. Runs with larger ranks are references, so tables display their rank."""
 
 
 class RunRecord(NamedTuple):
@@ -62,7 +62,7 @@ class RunRecord(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Information about a run that is in its record but not in `results.json`."""
+    """Information about a run that the record contains, but `results.json` does not."""
 
     begin: dict[str, Any]
     """The `run` entry with data, command and conditions; empty if the record cannot be read."""
@@ -174,8 +174,9 @@ def read_record(run: RunRecord) -> Recorded:
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
-    """Raise ValueError if runs of one table differ in data, weights or image size, or if runs of
-    one cell differ in settings."""
+    """Raise ValueError if runs with the same stream and backbone differ in tasks, data, weights,
+    image size or preset, or if runs in the same table cell differ in settings. Seeds, and engine
+    settings other than the precision, are ignored."""
     first: dict[tuple[str, str], RunRecord] = {}
     settings: dict[tuple[object, ...], RunRecord] = {}
     for run in runs:
@@ -200,7 +201,7 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
 
 def _identity(run: RunRecord) -> dict[str, Any]:
     keys = ("image_size", "data_sha256", "weights_sha256", "split_sha256")
-    # the preset is "paper, changed" if individual settings differ
+    # the preset is, for example, "paper, changed" if individual settings differ from preset `paper`
     preset = run.results["preset"].split(",")[0]
     return {key: run.config.get(key, run.results.get(key)) for key in keys} | {"preset": preset}
 
@@ -263,7 +264,8 @@ def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], 
     """Name each order of tasks, keyed by stream and task names.
 
     `default` is the benchmark's default order, or else the most frequent order of the stream. Each
-    other order has the name that the benchmark defines for it, or else `reversed` or a number.
+    other order has the name that the benchmark defines for it, or else `reversed` or a name such as
+    `order2`.
     """
     benchmark_names = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
     benchmark_names["vdd", tuple(VDD.split())] = "default"

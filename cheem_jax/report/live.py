@@ -212,7 +212,8 @@ def _tasks(snapshot: Snapshot, width: int, rows: int) -> Table:
 
 
 def shown_tasks(num: int, current: int, rows: int) -> range:
-    """Return the tasks around the current one that fit into `rows`; most of them precede it."""
+    """Return the indices of at most `rows` tasks around the task `current`; most of these tasks
+    precede it."""
     start = max(0, min(current + 3, num) - rows)
     return range(start, min(num, start + rows))
 

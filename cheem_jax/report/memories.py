@@ -52,8 +52,8 @@ def read_evaluated(directory: Path, config: Mapping[str, Any]) -> dict[str, Eval
             for name, one in stored["tasks"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # The file is from another version or was edited; `cheem evaluate` measures the accuracies
-        # again.
+        # The file is missing, was edited, or is from another version; `cheem evaluate` measures the
+        # accuracies again.
         return {}
 
 
@@ -72,7 +72,8 @@ def store_evaluated(
 
 
 def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[str, Any]:
-    """Replace the last row of a memory's results by the latest accuracies, and update its averages.
+    """Replace the last row of the accuracy matrices in a memory's results by the latest accuracies,
+    and update the averages.
 
     Forgetting is the drop from the highest accuracy since the task was learned. In the routing
     matrix, a replaced row contains only the share of images with the right task ID.
@@ -83,7 +84,7 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     accuracy, local, routing = (
         matrix_from_json(results[key]) for key in ("accuracy", "local_accuracy", "routing")
     )
-    # only the last row is measured on the images of `cheem evaluate`
+    # the images given to `cheem evaluate` count only in the last row
     num_images = np.tile(num_tested(results["tasks"]), (len(names), 1))
     for index, name in enumerate(names):
         if (one := measured.get(name)) is not None:
@@ -105,7 +106,7 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
 
 
 def _forgetting(accuracy: np.ndarray) -> float | None:
-    """Return the average forgetting. None if there is only one task, or if an accuracy on the
+    """Return the average forgetting, or None if there is only one task, or if an accuracy on the
     diagonal or in the last row is missing."""
     if len(accuracy) == 1 or np.isnan(np.diagonal(accuracy)).any() or np.isnan(accuracy[-1]).any():
         return None
@@ -140,8 +141,9 @@ def num_forgotten(config: Mapping[str, Any]) -> int:
 
 
 def interrupted_work(config: Mapping[str, Any], directory: Path) -> str:
-    """Describe the interrupted work of a memory, or that it has no task yet, with the command that
-    continues. The text is empty if nothing is interrupted and the memory has a task."""
+    """Describe the interrupted work of a memory, or say that the memory has no task yet. The text
+    includes the next command to run. It is empty if nothing is interrupted and the memory has a
+    task."""
     if forgetting := config.get("forgetting"):
         names = ", ".join(repr(task["name"]) for task in forgetting)
         return (
@@ -154,7 +156,7 @@ def interrupted_work(config: Mapping[str, Any], directory: Path) -> str:
 
 
 def unmeasured(results: Results) -> list[int]:
-    """Return the indices of the tasks that were not measured after the last task."""
+    """Return the indices of the tasks that were not measured after the last task was learned."""
     last = results["local_accuracy"][-1]
     return [
         index for index, value in enumerate(last if isinstance(last, list) else []) if value is None

@@ -1,5 +1,5 @@
-"""The state of a run or a memory, as another process reads it from the directory: the files, the
-current phase and the process that works on the run."""
+"""The state of a run or a memory, read from its directory by a process that does not work on it:
+the files, the current phase, and the process that works on the run or memory."""
 
 import functools
 import os

@@ -147,9 +147,9 @@ def _checkpointer(num_processes: int, process: int) -> Any:
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load the arrays (NumPy) and the metadata of a task.
 
-    Raises CorruptedCheckpoint if a file is missing, has changed or cannot be parsed, ValueError for
-    another format, and OSError or MemoryError if the checkpoint cannot be read at present. Each
-    error contains the directory and the reason.
+    Raises CorruptedCheckpoint if a file is missing, has changed or cannot be parsed; ValueError if
+    the checkpoint has another format; and OSError or MemoryError if it cannot be read at present.
+    Each error contains the directory and the reason.
     """
     directory = absolute(directory)
     meta = load_meta(directory)
@@ -355,8 +355,8 @@ def _hash_file(file: Path) -> str:
 
 
 def saved_tasks(root: Path) -> list[Path]:
-    """List the directories of tasks 0, 1, ... until a number is missing. `003.forgotten` is the
-    directory of a forgotten task."""
+    """List the directories of tasks 0, 1, ... until a number is missing. A directory with a name
+    such as `003.forgotten` belongs to a forgotten task."""
     names: dict[str, str] = {}
     if root.is_dir():
         # if directories share a number, the first by name is used

@@ -118,8 +118,8 @@ class Backbone:
         self.width = reads.num_parts(depth) * executor.config.width
 
     def flops(self, *, count_attention: bool = False) -> int:
-        """Return the FLOPs per image of the blocks that the features require, by the paper's
-        convention."""
+        """Return the FLOPs per image, by the paper's convention, of the blocks that the features
+        require."""
         executor = self.executor
         return pass_flops(
             executor.config, executor.placement, self.until, count_attention=count_attention
@@ -179,7 +179,7 @@ class FrozenFeatures:
         return id(images) in self._cache
 
     def store(self, images: Images, features: Float[np.ndarray, "N D"]) -> None:
-        """Cache features of `images` that another pass computed."""
+        """Cache `features`, which another pass has computed from `images`."""
         key = id(images)
         self._cache[key] = weakref.ref(images, lambda _: self._cache.pop(key, None)), features
 

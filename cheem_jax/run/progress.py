@@ -78,8 +78,8 @@ class Progress:
     def phase(
         self, phase: str, *, task: str, total: int, unit: str = "images"
     ) -> Iterator[Advance]:
-        """Display a phase of a task; `total` is the number of images in the phase, or of the items
-        that `unit` names.
+        """Display a phase of a task; `total` is the number of items in the phase, and `unit` is a
+        plural noun for these items.
 
         Exceptions pass through, including KeyboardInterrupt.
         """
@@ -185,8 +185,8 @@ class Status:
     def phase(
         self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]
     ) -> Iterator[Advance]:
-        """Display the phase `shown`, and write the progress of the phase to the status file;
-        `total` is the number of images in the phase."""
+        """Display a phase with the context manager `shown`, and write the phase's progress to the
+        status file; `total` is the number of images in the phase."""
         start = self.clock()
         done = 0
         noted = ""

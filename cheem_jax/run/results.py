@@ -27,8 +27,8 @@ def accuracies(
     """Compute the accuracy of a method on each of `num` tasks, both task-agnostic and with the task
     ID given, and the routing confusion of the method.
 
-    `predictions` and `tasks` are keyed by task index; the predictions must be made with the task ID
-    given.
+    `predictions` and `tasks` are keyed by task index. The classes in `predictions` must be
+    predicted with the task ID given.
     """
     accuracy: list[float | None] = [None] * num
     given: list[float | None] = [None] * num

@@ -1,6 +1,6 @@
 """The rolling checkpoint: the state of a task in progress, saved at intervals.
 
-    checkpoints/cheem/running-000007/    same format as a finished task; the newest one is read
+    checkpoints/cheem/running-000007/    same format as for a finished task; the newest is read
 
 The state includes the position in the task (phase and step), and PRNG keys are functions of the
 position. A resumed run therefore has the same result as an uninterrupted run.
@@ -34,8 +34,8 @@ class Saved(NamedTuple):
 
 
 class Rolling:
-    """The rolling checkpoint of a method in a run. It is due every `every` seconds; if `every` is
-    None, the interval depends on the duration of a save."""
+    """The rolling checkpoint of a method in a run. A save is due every `every` seconds; if `every`
+    is None, the interval depends on the duration of the last save."""
 
     def __init__(
         self,

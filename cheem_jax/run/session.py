@@ -53,7 +53,8 @@ class Session:
         """Folder with the checkpoints of all methods; None means `checkpoints` in the run
         directory."""
         self.saved: Saved | None = None
-        """State of the task that an earlier process saved; None if no state was saved."""
+        """State of the task in the rolling checkpoint of an earlier process; None without such a
+        checkpoint."""
         self.saving_seconds = 0.0
         """Seconds spent on saving rolling checkpoints of the task."""
         self._record = record
@@ -139,7 +140,8 @@ class Session:
             def advance(num_images: int, note: str = "", /) -> None:
                 if hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0:
                     self._save_or_stop(name, state)
-                # this call is last, because it raises an error if the reader of a pipe has ended
+                # this call is last, because it raises an error if the output is a pipe without a
+                # reader
                 display(num_images, note)
 
             yield advance
@@ -220,8 +222,8 @@ def open_session(
     """Lock and claim a run directory for this process or its job, and handle signals.
 
     `config` is the content of `config.json`, and `conditions` is the result of `fingerprint.take`.
-    Raises ValueError if another process has locked the directory, or if it contains other files or
-    another run.
+    Raises ValueError if another process has locked the directory, or if the directory contains
+    other files or another run.
     """
     with contextlib.ExitStack() as stack, stop_requests() as stop:
 

@@ -74,12 +74,12 @@ def fit(
     on_epoch: Callable[[S], S] = lambda state: state,
     describe: Callable[[int, int], str] = lambda epoch, step: "",
 ) -> tuple[S, FitState]:
-    """Train from `progress` to the last epoch; returns the final state and progress.
+    """Train from `progress` to the last epoch, and return the final state and progress.
 
     Args:
         step: trains on up to `steps_per_call` batches.
         state: initial state.
-        progress: progress of the initial state.
+        progress: progress that the initial state has reached.
         read: `read(epoch, pieces, begin)` returns the batches `pieces[begin:]` of the epoch.
         num_images: number of training images.
         batch_size: number of images per batch.

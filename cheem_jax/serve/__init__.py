@@ -14,16 +14,16 @@ class Limits:
     """Limits of a server."""
 
     max_body_mb: float = 10
-    """Maximum size of a request in MiB (2^20 bytes)."""
+    """Maximum size of the body of a request in MiB (2^20 bytes)."""
     max_pixels: int = 40_000_000
     """Maximum number of pixels (width times height) of an image."""
     max_queue: int = 256
     """Maximum number of waiting images; further requests are refused with status 429."""
     timeout_s: float = 10
-    """Maximum number of seconds per request. A slower upload gets status 408, a slower prediction
-    503."""
+    """Maximum number of seconds per request. A slower upload is answered with status 408, and a
+    slower prediction with status 503."""
     batch_wait_ms: float = 2
-    """Time in milliseconds that an image waits for other images to form a batch."""
+    """Maximum time in milliseconds that the first image of a batch waits for further images."""
     max_batch: int = 32
     """Maximum number of images per batch and per request."""
 

@@ -112,8 +112,8 @@ def make_app(
         return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
     async def count(request: Request, respond: RequestResponseEndpoint) -> Response:
-        """Count a request with its status and duration, and forbid browsers to guess the content
-        type."""
+        """Count a request by its status, record its duration, and forbid browsers to guess the
+        content type of the response."""
         start = time.perf_counter()
         status = 500  # the status if no handler accepts the exception
         try:

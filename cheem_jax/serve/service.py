@@ -27,8 +27,8 @@ Waiting = tuple[np.ndarray, asyncio.Future[Prediction]]
 log = logging.getLogger(__name__)
 FORM = "multipart/form-data"
 RAW = ("application/octet-stream", "application/x-www-form-urlencoded")
-"""Content types of a body that is a single image, in addition to `image/*` and a missing type. The
-second is curl's default."""
+"""Content types of a body that is a single image, in addition to `image/*` and a missing type. curl
+sends `application/x-www-form-urlencoded` by default."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
 """Bucket bounds of the histograms: `BATCH_SIZES` in images, and `SECONDS` in seconds."""
@@ -88,7 +88,7 @@ class Metrics:
         return since.programs + since.cached
 
     def answered(self, path: str, status: int, seconds: float) -> None:
-        """Count a request, whether it succeeded or not."""
+        """Count a request and record its duration, whether it succeeded or not."""
         path = path if path in self._paths else "other"
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
@@ -155,9 +155,9 @@ class Service:
 
     async def answer(self, request: Request) -> list[FilePrediction]:
         """Predict the images in the body of a request. If the body contains more than one image,
-        the prediction of an unreadable image is an error.
+        the prediction of an unreadable image contains an error message.
 
-        Raises Refused if no prediction is possible.
+        Raises Refused if a single image is unreadable, or if the request cannot be answered.
         """
         if not self.is_warm:
             raise Refused(

@@ -43,9 +43,9 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
     valid until the next file is yielded.
 
     `path` is a folder, zip, tar or tar.gz. A tar.gz inside of a folder or zip is replaced by its
-    files. In a folder, names start with the folder's name, as in an archive of the folder. Raises
-    FileNotFoundError if `path` does not exist, and ValueError with the name of a corrupted,
-    truncated or huge archive.
+    files. If `path` is a folder, names start with the folder's name, as in an archive of the
+    folder. Raises FileNotFoundError if `path` does not exist, and ValueError with the name of a
+    corrupted, truncated or huge archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
@@ -102,7 +102,8 @@ class _Unpacked(gzip.GzipFile):
         self.most = most
 
     def read(self, size: int | None = -1) -> bytes:
-        # tarfile reads a long name without checking its size, which is from a header
+        # a header states the size of a long name, and tarfile reads the name without checking this
+        # size
         if size is not None and (reason := too_large(size)):
             raise ValueError(reason)
         data = super().read(size)
@@ -210,8 +211,9 @@ def label_keys(
 
 
 def below(folder: str, depth: int, *suffixes: str) -> KeyOf:
-    """Return a function from the name of a file to its key: the last `depth` parts of the name. The
-    key is None unless the file is `depth` levels below `folder` and has one of the suffixes."""
+    """Return a function that converts the name of a file to a key: the last `depth` parts of the
+    name. The key is None unless the file is `depth` levels below `folder` and has one of the
+    suffixes."""
 
     def key_of(name: str) -> str | None:
         parts = name.split("/")

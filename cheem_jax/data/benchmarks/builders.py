@@ -229,8 +229,8 @@ def read_imagenet_variant(place: Path, *, name: str) -> Reading:
     has one folder per split, or the official archive without splits. Keys are `<WordNet
     ID>/<file>`.
 
-    In the official archive, ceil(n / 5) of the n images become the test split, in proportion to the
-    sizes of the classes.
+    The n images of the official archive are split here: ceil(n / 5) of them become the test split,
+    distributed over the classes in proportion to their sizes.
     """
     [path] = locate(place, BY_NAME[name.replace("-", "_")].archives[0].names)
     key_of = below(name, 2, ".jpg")
@@ -326,7 +326,7 @@ def read_variable(data: bytes, name: str, where: str) -> list[Any]:
             input=data,
             capture_output=True,
             timeout=SECONDS,
-            # each thread of OpenBLAS would use address space, which is limited
+            # limit OpenBLAS to one thread, because each thread uses address space, which is limited
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired as error:
@@ -401,7 +401,8 @@ def prepare_from_folder(
 
     class Info(tfds.core.DatasetInfo):
         def initialize_from_bucket(self) -> None:
-            """Skip the published metadata, which describe TFDS's own builder and need a network."""
+            """Skip the published metadata, which describe TFDS's own builder and would have to be
+            downloaded."""
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(task.version)

@@ -36,7 +36,8 @@ class Preparation(NamedTuple):
     state: Literal["ready", "archives", "missing"]
     advice: str
     num_bytes: int
-    """Size in bytes of the prepared data set or, if it is not prepared, of its archives."""
+    """Size in bytes of the prepared data set or, if it is not prepared, of its existing
+    archives."""
 
 
 def manual_dir(data_dir: Path) -> Path:
@@ -84,7 +85,8 @@ def _lacks_tensorflow(task: BenchmarkTask) -> bool:
 def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
     """Prepare a task if necessary, check its counts, and record its splits.
 
-    Raises ValueError or OSError with a hint; existing data stay unchanged.
+    Raises ValueError or OSError with a hint for the user. After an error, existing data are
+    unchanged.
     """
     task = BY_NAME[name]
     # Only one process at a time prepares data sets in a data folder, because tasks share archives.
@@ -138,7 +140,7 @@ def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> No
 
     Raises ValueError for an archive whose hash differs from the published one.
     """
-    # imported here, because this module needs libraries of the extra `datasets`
+    # imported here, because the module `download` needs libraries of the extra `datasets`
     from cheem_jax.data.benchmarks.download import download
 
     for archive in archives:
@@ -178,7 +180,8 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
 
 
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
-    """Return the files that TFDS's builder downloads for a task, with their registered hashes."""
+    """Return the files that TFDS's builder downloads for a task, with the hashes that TFDS has
+    registered for them."""
     infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
     files = [
         Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()
@@ -191,8 +194,8 @@ def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
 def prepare_stock(spec: str, data_dir: Path) -> Path:
     """Prepare a data set with TFDS's own builder, in a format that can be read without TensorFlow.
 
-    Raw files in `downloads/manual` of the data folder are used if they have their registered names.
-    Raises ValueError with TFDS's reason.
+    Raw files in `downloads/manual` of the data folder are used if they have the names that TFDS has
+    registered. Raises ValueError with TFDS's reason.
     """
     tfds = import_tfds()
     try:

@@ -48,7 +48,7 @@ to the rest, and `decathlon` cuts floor(0.1 n) images for validation."""
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkTask:
-    """A task of a benchmark and its source."""
+    """A task of a benchmark, and the source of its images."""
 
     name: str
     builder: str
@@ -57,9 +57,11 @@ class BenchmarkTask:
     num_classes: int
     rule: Rule
     counts: Counts | None
-    """Expected numbers of images. None if the data set exists with several official splits."""
+    """Expected number of images in each split. If None, the numbers are not checked, for example
+    because the data set exists with different splits."""
     key: str
-    """Feature that identifies an image on every machine (`Prepared.index`)."""
+    """The argument `key` of `Prepared.index`. It selects an identifier of images that is the same
+    on every machine."""
     licence: str
     train: tuple[str, ...] = ("train",)
     """TFDS splits that are joined for training; missing splits are skipped."""

@@ -141,7 +141,7 @@ def page(
         for run in finished:
             title = METHODS[run.results["method"]] + _suffix(run)
             methods.setdefault(title, []).append(run.results)
-            links.setdefault(title, views[run.directory]["key"])  # the first run of the method
+            links.setdefault(title, views[run.directory]["key"])  # link to the method's first run
         titles = {title: title for title in methods}
         comparison = _section(
             "comparison",
@@ -180,7 +180,8 @@ def page(
 
 
 def _check_alike(finished: Sequence[RunRecord]) -> None:
-    """Raise ValueError if runs differ in stream, order of tasks, data, weights or image size."""
+    """Raise ValueError if finished runs differ in stream, backbone or order of tasks, or if
+    `check_comparable` raises the error."""
 
     def identity(run: RunRecord) -> dict[str, Any]:
         stream, backbone = run.place
@@ -450,8 +451,8 @@ def _heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
 
 
 def _suffix(run: RunRecord) -> str:
-    """Return the run's unusual settings in parentheses, to be appended to the name of its
-    method."""
+    """Return the settings of a run that differ from its method's defaults, in parentheses. Callers
+    append this text to the name of the method."""
     variant = describe_variant(run)
     return f" ({variant})" if variant else ""
 

@@ -50,7 +50,7 @@ PHASES = {
     "router": "fitting the router",
     "features": "computing features",
 }
-"""Titles of phases whose names are not clear enough."""
+"""Displayed titles of phases. A phase that is not listed is displayed under its name."""
 
 BOUNDS = "upper bounds, task ID given"
 MARKERS = {
@@ -183,7 +183,7 @@ def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
     """Plot the accuracy in percent over the test images of all tasks so far, after each task.
 
     `runs` contains the results of runs, keyed by curve title. A curve is the mean over the runs
-    with its title. Runs without an accuracy matrix have no curve.
+    under its title. Runs without an accuracy matrix have no curve.
 
     Raises EmptySection if there is no curve.
     """
@@ -229,8 +229,8 @@ def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
 
 
 def open_set(results: Results) -> Chart:
-    """Plot AUROC and FPR95 in percent for rejecting images of later tasks, after each task but the
-    last."""
+    """Plot how well images of later tasks are rejected, after each task except the last: AUROC and
+    FPR95 in percent."""
     tasks = spread(len(results["open_set"]), SHOWN)
     x = task_axis(results, tasks, "after learning")
     traces = []
@@ -256,7 +256,7 @@ def open_set(results: Results) -> Chart:
 def pool_growth(results: Results) -> Chart:
     """Plot the number of experts per block after each task."""
     num = len(results["tasks"])
-    tasks = [-1, *spread(num, SHOWN)]  # the base first
+    tasks = [-1, *spread(num, SHOWN)]  # -1 is the base
     experts = [[e for e in block if e["kind"] != "gone"] for block in results["pool"]]
     # index of the task that added the expert; -1 for the backbone or a forgotten task
     arrivals = [
@@ -287,7 +287,7 @@ def similarity(results: Results) -> Chart:
     blocks = [f"B{block + 1}" for block in range(num_blocks)]
     variants: dict[str, Spec] = {}
     for task in spread(num, SHOWN):
-        earlier = spread(task + 1, SHOWN)  # the base first
+        earlier = spread(task + 1, SHOWN)  # row 0 is the base network
         spec = heatmap(
             matrix_from_json(results["similarity"][task])[earlier],
             task_axis(results, [row - 1 for row in earlier], named=True),
@@ -345,7 +345,8 @@ def time(results: Results) -> Chart:
 
 
 def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
-    """Plot the search of each task, with a selector; `tolerance` is tau in [0, 1]."""
+    """Plot the architectures that the search scored, as one variant of the chart per task.
+    `tolerance` is tau in [0, 1]."""
     if recorded.trouble:
         raise EmptySection("The search is only in the record, which cannot be read.")
     reports = recorded.reports
@@ -386,7 +387,7 @@ def _scatter(report: Mapping[str, Any], tolerance: float | None) -> Spec:
     scored = np.isfinite(accuracy)
     chosen = [search["chosen"]]
     best = float(np.nanmax(accuracy))
-    # candidates with very low scores would compress the axis for the others
+    # if the axis included candidates with very low scores, the other candidates would overlap
     lowest = min(float(np.nanquantile(accuracy, 0.1)), accuracy[search["chosen"]])
     text = "%{x:.4~g} MFLOPs<br><b>%{y:.1f} %</b>"
     marker = {

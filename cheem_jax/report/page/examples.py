@@ -22,7 +22,8 @@ from cheem_jax.report.table import spread
 TASKS = 24
 """Maximum number of tasks with displayed images."""
 EACH = 4
-"""Maximum number of right and of wrong predictions per task."""
+"""Maximum number of displayed images with right predictions per task. The same maximum applies to
+images with wrong predictions."""
 LARGEST = 224
 """Maximum height and width of an image in pixels."""
 CRISP = 64
@@ -105,7 +106,7 @@ def _recorded_tests(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Spl
     return {name: test for name, (test, _) in tests.items()}
 
 
-@functools.cache  # runs of one stream share its images
+@functools.cache  # so that several runs of a stream share the images of the stream
 def _hashed_tests(
     size: int,
     stream: str,
