@@ -14,8 +14,14 @@ import pytest
 import small
 from small import grown
 
-from cheem_jax.cheem.saved_memory import open_memory, open_usable, save_memory_task
+from cheem_jax.cheem.saved_memory import (
+    open_memory,
+    open_usable,
+    save_forgotten,
+    save_memory_task,
+)
 from cheem_jax.core.pool import InternalMemory, base_pool, dense_expert
+from cheem_jax.memory.forgetting import forget
 from cheem_jax.run import checkpoint
 from cheem_jax.run.checkpoint import (
     FORMAT,
@@ -291,6 +297,24 @@ def test_only_corrupted_tasks_are_reported_as_corrupted(tmp_path, monkeypatch):
         ValueError, match="is invalid .the format in its task.json is 'cheem_jax-task/99'"
     ):
         load_task(whole)
+
+
+def test_a_task_is_lost_with_the_task_that_a_forgotten_one_built_on(tmp_path):
+    memory = grown(InternalMemory(POOL), "first", ["adapt:0"] * 4, 0)
+    memory = grown(memory, "second", ["adapt:1"] * 4, 1)
+    memory = grown(memory, "third", ["reuse:2"] * 4, 2)
+    memory = forget(grown(memory, "alone", ["new"] * 4, 3), "second").memory
+    first = save_memory_task(tmp_path, memory, 0, rank=2)
+    save_forgotten(tmp_path, memory, 1)
+    for index in (1, 2):
+        save_memory_task(tmp_path, memory, index, rank=2)
+    assert len(open_memory(tmp_path, POOL).tasks) == 3
+    (first / "manifest.json").unlink()
+    usable, lost = open_usable(tmp_path, POOL)
+    assert [task.name for task in usable.tasks] == ["alone"]
+    assert set(lost) == {"000-first", "002-third"}
+    assert "builds on experts of a lost task in blocks [0, 1, 2, 3]" in lost["002-third"]
+    dense_expert(usable.pool[0], usable.tasks[0].experts[0])
 
 
 def test_a_corrupted_task_among_unreadable_ones_is_lost_and_the_others_answer(

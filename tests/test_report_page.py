@@ -651,6 +651,16 @@ def test_the_ring_is_around_the_chosen_candidate(run):
     assert dots["marker"]["color"] == [1, 1, 2, 3, 3]
 
 
+def test_backward_elimination_has_no_band_of_accuracies(run):
+    [result], _ = read([run])
+    recorded = read_record(result)
+    for report in recorded.reports:
+        report["search"]["losses"] = [1.0] * 6
+    chart = search_chart(recorded, 0.02)
+    assert "band" not in chart.caption and "the target network." in chart.caption
+    assert all(not spec["layout"]["shapes"] for spec in chart.variants.values())
+
+
 def test_durations_have_two_units():
     assert [duration(s) for s in (2.345, 59.4, 127.4, 3600, 7260)] == [
         "2.3 s",

@@ -40,8 +40,9 @@ from cheem_jax.run.training import images_left
 
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
-    """Settings of LoRA-CL. The 20 epochs are inferred from the hours per task in the CHEEM paper,
-    and rank 40 from the FLOPs in the paper, which include un-merged pairs."""
+    """Settings of LoRA-CL. The 20 epochs are inferred from the hours per task in the CHEEM paper.
+    Rank 40 is inferred from its FLOPs, which count low-rank pairs that are not merged into the
+    pretrained weights."""
 
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"

@@ -187,9 +187,12 @@ def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]
             absent.append(number)
             continue
         for index, params in learned.items():
-            place = places[index]
+            place, parent = places[index], parents[index]
             assert place is not None
-            blocks[index][place] = StoredExpert(params, parents[index], number)
+            # An expert that a forgotten task learned can adapt an expert of a lost task. It stays a
+            # gap, so that tasks that use it are lost, too.
+            if parent is None or not blocks[index][parent].is_gone:
+                blocks[index][place] = StoredExpert(params, parent, number)
         if task is None:
             absent.append(number)
         else:

@@ -31,7 +31,7 @@ from cheem_jax.run.progress import Progress, Terminal
 IMAGE_SIZE = 96
 """Height and width in pixels of the images in a figure."""
 BENCHMARK_TASKS = {name: task_names(name) for name in (*BENCHMARKS, "cil")}
-"""Names of the tasks of each benchmark, and of the data sets for class-incremental learning."""
+"""Task names, keyed by benchmark; `cil` has the data sets for class-incremental learning."""
 MOST_LISTED = 10
 """Maximum number of broken files that are printed individually."""
 

@@ -47,17 +47,17 @@ def plan_source(
 ) -> tuple[str, list[Plan]]:
     """Return the name of a stream, and the plans of its tasks in learning order.
 
-    `source` is `mtil` or `vdd`, the name of one of their tasks or of a protocol's data set, a
-    protocol (`PROTOCOLS`), `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on the Hugging Face
-    hub), a TOML file, a manifest (CSV or Parquet), or a folder or zip. A name is refused as
-    ambiguous if the working directory contains a zip, a saved data set or a folder of images with
-    this name. `tasks` selects and orders the tasks. `order` is one of MTIL's orders. `seed`
-    determines how missing splits are cut. `purpose` determines the requirements for each task.
-    `class_split` divides the classes of the source's only data set into tasks; `tasks` then selects
-    among the resulting tasks. Fields of `class_split` that are not None override the division in a
-    protocol or stream file. Raises MissingTasks if tasks are not prepared, FileNotFoundError if
-    files are missing, OSError if the hub does not answer, and ValueError if the source or an option
-    is invalid.
+    `source` is one of: `mtil` or `vdd`; a task of these benchmarks; a protocol (`PROTOCOLS`); a
+    data set of a protocol; `tfds:NAME[/CONFIG][:VERSION]`; `hf:NAME[:CONFIG]` (on the Hugging Face
+    hub); a TOML file; a manifest (CSV or Parquet); a folder; a zip. A name is refused as ambiguous
+    if the working directory contains a zip, a saved data set or a folder of images with this name.
+    `tasks` selects and orders the tasks. `order` is one of MTIL's orders. `seed` determines how
+    missing splits are cut. `purpose` determines the requirements for each task. `class_split`
+    divides the classes of the source, which must then be a single data set, into tasks; `tasks`
+    then selects among the resulting tasks. Fields of `class_split` that are not None override the
+    division in a protocol or stream file. Raises MissingTasks if tasks are not prepared,
+    FileNotFoundError if files are missing, OSError if the hub does not answer, and ValueError if
+    the source or an option is invalid.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)

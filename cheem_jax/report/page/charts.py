@@ -345,14 +345,18 @@ def time(results: Results) -> Chart:
 
 
 def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
-    """Plot the architectures that the search scored, as one variant of the chart per task.
-    `tolerance` is tau in [0, 1]."""
+    """Plot the architectures that the search scored. The chart has one variant per task.
+
+    `tolerance` is the tolerance tau of the search in [0, 1].
+    """
     if recorded.trouble:
         raise EmptySection("The search is only in the record, which cannot be read.")
     reports = recorded.reports
     scored = [report for report in reports if set(report["search"]["correct"]) - {None}]
     if not scored:
         raise EmptySection("No architecture of the search has a score.")
+    if "losses" in scored[0]["search"]:
+        tolerance = None  # backward elimination compares losses and has no band of accuracies
     variants = {
         f"T{report['index'] + 1} {report['name']}": _scatter(report, tolerance)
         for report in (scored[place] for place in spread(len(scored), SHOWN))
