@@ -255,7 +255,7 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     is_closed_form = cheem.get("score") == "closed_form"
     parts += ["closed-form score"] if is_closed_form else []
     usual = 0.0 if is_closed_form else 0.02  # the tolerance of the presets with this score
-    if (tolerance := search.get("tolerance", 0.02)) != usual:
+    if (tolerance := search.get("tolerance", usual)) != usual:
         parts.append(f"tau {tolerance:g}")
     return parts
 
