@@ -300,8 +300,10 @@ def listed(*patterns: str) -> list[str]:
     return sorted(file for file in files.splitlines() if (ROOT / file).is_file())
 
 
-def digest_of(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def digest_of(tree: Path, file: str) -> str:
+    """Hash a test file and the library, because recorded lines are valid for these sources only."""
+    sources = (tree / file, *sorted((tree / "cheem_jax").rglob("*.py")))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def record(file: str) -> dict[str, Any]:
@@ -309,7 +311,7 @@ def record(file: str) -> dict[str, Any]:
     start = sum(os.times()[:4])
     result = run_tests(TREE, file, None, 1000, is_recorded=True)
     cpu = sum(os.times()[:4]) - start
-    return {"file": file, "digest": digest_of(TREE / file), "cpu": cpu, **result}
+    return {"file": file, "digest": digest_of(TREE, file), "cpu": cpu, **result}
 
 
 def judge(job: tuple[Mutant, Runs]) -> dict[str, Any]:
@@ -436,7 +438,7 @@ def main() -> None:
         changed = [
             file
             for file in files
-            if recordings.get(file, {}).get("digest") != digest_of(ROOT / file)
+            if recordings.get(file, {}).get("digest") != digest_of(ROOT, file)
         ]
         with pool() as processes:
             for recording in processes.imap_unordered(record, changed):

@@ -185,7 +185,7 @@ def accuracy_curves(runs: Mapping[str, Sequence[Results]]) -> Chart:
     `runs` contains the results of runs, keyed by curve title. A curve is the mean over the runs
     under its title. Runs without an accuracy matrix have no curve.
 
-    Raises EmptySection if there is no curve.
+    Raises EmptySection if every curve is absent or NaN.
     """
     first = next(iter(runs.values()))[0]
     tasks = spread(len(first["tasks"]), SHOWN)
