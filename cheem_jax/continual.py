@@ -218,8 +218,8 @@ def evaluate(
                 given = np.full(len(task.test.labels), index, np.int32)
                 predictions[index] = method.predict(task.test.images, given)
                 advance(len(task.test.labels))
-                # checked here, because `advance` exchanges stop requests with other processes only
-                # in some calls
+                # Stop requests are checked after every task, because `advance` exchanges them with
+                # other processes only in some of its calls.
                 session.check_stop()
         if not measured:
             hosts.run_on_first(
@@ -270,8 +270,9 @@ def _say_accuracy(
 
 
 def _measure_open_set(stream: Stream, method: Method, session: Session) -> None:
-    """For each task except the last, record how well the distances to the tasks learned by then
-    separate images of these tasks from images of later tasks."""
+    """Record the open-set metrics after each task except the last. They measure how well an image's
+    distance to the nearest learned task separates images of learned tasks from images of later
+    tasks."""
     if not _misses_open_set(stream, method, session):
         return
     assert isinstance(method, ExpertMemory), "other methods compute no distances"

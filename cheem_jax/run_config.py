@@ -80,8 +80,8 @@ class RunInputs(NamedTuple):
     base: BaseMeans = BaseMeans()
 
     def check(self) -> None:
-        """Raise ValueError if a network needs images of another size, or if an upper bound is
-        requested although the method is itself the upper bound."""
+        """Raise ValueError if the images of the stream do not have the size that a network expects,
+        or if an upper bound is requested although the method is itself the upper bound."""
         shape = self.stream.tasks[0].train.images.shape[1:]
         for network in filter(None, (self.pretrained, self.router)):
             size = network.config.image_size
@@ -134,7 +134,7 @@ class RunInputs(NamedTuple):
             "placement": getattr(method, "placement", None),
             "preset": config.preset if is_preset else f"{config.preset}, changed",
             "image_size": pretrained.config.image_size,
-            "upright": False,  # images are decoded as stored, as in the paper's loaders
+            "upright": False,  # no rotation by EXIF orientation, as in the paper's loaders
             "base_means": base_means if isinstance(method, CheemConfig) else None,
             "precision": config.engine.precision,
             "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
@@ -222,8 +222,11 @@ def find_base_means(
     progress: Progress,
 ) -> BaseMeans:
     """Return the mean CLS tokens of the pretraining data for the image size of `pretrained`, and
-    the placement and token in `config`. If the weights do not contain them, measure them on
-    `images`; without images, they are unknown."""
+    for the settings `placement` and `token` of `config`.
+
+    If the weights do not contain the means, they are measured on `images`. Without `images`, the
+    means are unknown.
+    """
     if not isinstance(config, CheemConfig) or config.base_means == "neutral":
         return BaseMeans()
     setting = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
@@ -269,7 +272,7 @@ class PreparedRun(NamedTuple):
     identity: dict[str, Any]
     """The content of `config.json`."""
     conditions: dict[str, Any]
-    """Code, versions and device; see `fingerprint.take`."""
+    """Fingerprint of the run: code, package versions, device and more; see `fingerprint.take`."""
     remarks: list[str]
     """Sentences about the settings, which are printed when the run begins."""
 

@@ -1,8 +1,8 @@
 """A frozen AlexNet with torchvision's architecture. Its features are used to infer the task ID.
 
-Weight files have torchvision's names and PyTorch's layout, `[out, in, height, width]` and `[out,
-in]`. Our names are `conv1.kernel`, `conv1.bias`, and so on; a kernel is `[height, width, in, out]`.
-The classifier is not used.
+Weight files have torchvision's names. Their kernels have PyTorch's layout, `[out, in, height,
+width]`. Our names are `conv1.kernel`, `conv1.bias`, and so on. Our kernels are `[height, width, in,
+out]`. The classifier is not used.
 """
 
 import dataclasses
@@ -45,12 +45,13 @@ CONVOLUTIONS = (
 """Input channels, output channels, kernel size, stride and padding of each convolution."""
 CHANNELS = 256
 _TORCHVISION = {"conv1": 0, "conv2": 3, "conv3": 6, "conv4": 8, "conv5": 10}
-"""Indices of the convolutions in torchvision's `features`."""
+"""Index of each convolution in `features`, the sequence of layers of torchvision's AlexNet."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AlexNetConfig:
-    """Feature and image size of AlexNet."""
+    """Config of AlexNet: the image size, the computed feature, and the mean and standard deviation
+    that normalise images."""
 
     image_size: int = 224
     """Image size in pixels, at least 63."""
@@ -162,7 +163,7 @@ def map_sides(config: AlexNetConfig) -> tuple[int, ...]:
 
 
 def flops(config: AlexNetConfig) -> int:
-    """Compute the FLOPs of the five convolutions per image (2 x multiply-adds)."""
+    """Compute the FLOPs per image of all five convolutions (2 x multiply-adds)."""
     layers = zip(CONVOLUTIONS, map_sides(config), strict=True)
     return 2 * sum(
         side**2 * kernel**2 * inputs * outputs for (inputs, outputs, kernel, *_), side in layers
@@ -177,7 +178,8 @@ class PretrainedAlexNet:
     params: dict[str, np.ndarray]
     """Parameters in float32, with the names and shapes of `shapes_of`."""
     source: str
-    """Name of the file that was read; for a converted file, the source in its header."""
+    """Name of the file that was read; for a converted file, the name of the source file, which the
+    header of the converted file contains."""
     sha256: str
     """SHA-256 of the source file."""
 

@@ -18,8 +18,9 @@ def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:
 def pass_flops(
     config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False
 ) -> int:
-    """Count the FLOPs of the plain backbone up to the tokens that all candidates at block `until`
-    share (the result of `Block.enter`). If `until` is the depth, count the whole backbone."""
+    """Count the FLOPs of the plain backbone up to the tokens that all candidate ops of block
+    `until` share (the result of `Block.enter`). If `until` is the depth, count the whole
+    backbone."""
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
     shared = attention if placement == "mlp_down" and until < config.depth else 0
@@ -96,9 +97,9 @@ def executed_flops(
     attention products and the head are included.
 
     If there is a CLS token, the last block computes only this token. If `begin` is a block, the
-    network resumes from the tokens of the base network that all candidates at block `begin` share;
-    if `begin` is the depth, only the head is executed. If `begin` is None, the network starts from
-    the image.
+    network resumes from the tokens of the base network that all candidate ops of block `begin`
+    share; if `begin` is the depth, only the head is executed. If `begin` is None, the network
+    starts from the image.
     """
     head = 2 * config.width * num_classes
     if begin == config.depth:
@@ -118,8 +119,8 @@ def executed_flops(
 
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
-    """Count the executed FLOPs of the plain backbone up to the tokens that all candidates at block
-    `until` share (the result of `Block.enter`). If `until` is the depth, count the whole
+    """Count the executed FLOPs of the plain backbone up to the tokens that all candidate ops of
+    block `until` share (the result of `Block.enter`). If `until` is the depth, count the whole
     backbone."""
     if until == config.depth:
         return executed_backbone_flops(config)
@@ -174,5 +175,5 @@ def backbone_params(config: ViTConfig) -> int:
     positions = config.num_tokens if config.rotary is None else 0
     pool = (
         per_block - width if config.pool == "attention" else 0
-    )  # the parameters of a block and a learned query, but with one LayerNorm fewer
+    )  # the parameters of a block, plus a learned query (width), minus a LayerNorm (2 * width)
     return embed + (config.num_prefix + positions) * width + config.depth * per_block + norms + pool

@@ -25,7 +25,8 @@ _SHOWN = 4
 """Maximum number of missing tensors, of unexpected tensors and of wrong shapes in an error message;
 weights of another architecture can have hundreds of mismatches."""
 _ALIGNMENT = 64
-"""Alignment in bytes. On a CPU, JAX shares the memory of arrays that have this alignment."""
+"""Alignment of parameters in bytes. On a CPU, JAX uses the memory of a NumPy array that has this
+alignment, instead of copying the array."""
 
 
 @functools.cache

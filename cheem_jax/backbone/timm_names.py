@@ -43,7 +43,8 @@ _PLAIN = re.compile(
     r"|attn_pool\.(q|kv|proj|norm|mlp\.fc1|mlp\.fc2))\.(weight|bias)"
 )
 _ROTARY = re.compile(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias|mlp\.fc1_[gx]\.(weight|bias))")
-"""Names of the additional tensors of DINOv3. Files of DINOv3 contain no rotary positions."""
+"""Pattern of the names of tensors that a DINOv3 file contains in addition to the tensors of timm's
+plain ViT. Rotary positions are computed, so they are not in the file."""
 SUPPORTED = "plain ViTs: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+, SigLIP, SigLIP 2"
 _HEADS = dict.fromkeys(
     ("vit_huge_", "deit3_huge_", "vit_giant_", "vit_gigantic_", "vit_so400m_", "vit_giantopt_"), 16

@@ -174,8 +174,8 @@ class Block(nnx.Module):
     def enter(
         self, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M D"]:
-        """Compute the tokens that all candidates of this block share. For `mlp_down`, these are the
-        tokens after the attention half; for `attn_proj`, they are the input `x`."""
+        """Compute the tokens that all candidate ops of this block share. For `mlp_down`, these are
+        the tokens after the attention half; for `attn_proj`, they are the input `x`."""
         if placement == "attn_proj":
             return x
         return x[:, :outputs] + linear(
@@ -185,7 +185,7 @@ class Block(nnx.Module):
     def widen(
         self, z: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
     ) -> Float[Array, "B M F"]:
-        """Compute the input of the plastic layer. All candidates except Skip share this input."""
+        """Compute the input of the plastic layer. All candidate ops except Skip share the input."""
         return (
             self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z, outputs=outputs)
         )

@@ -56,8 +56,8 @@ class Pretrained:
     """Parameters with the names and shapes of `params.py`. `load_pretrained` returns float32
     arrays; `save_converted` writes each array in its dtype."""
     source: str
-    """Origin of the weights: the name of the file that was read, `hub:timm/<name>` or `bundled`;
-    for a converted file, the source in its header."""
+    """Origin of the weights: the name of the file that was read, `hub:timm/<name>` or `bundled`.
+    For a converted file, the origin is read from the header of the file."""
     sha256: str
     """SHA-256 of the source file."""
     base_means: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -150,7 +150,7 @@ def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
 
 
 def save_converted(file: str | Path, pretrained: Pretrained) -> None:
-    """Write a converted file atomically."""
+    """Write `pretrained` atomically to a safetensors file with our names (a converted file)."""
     from safetensors.numpy import save
 
     file = absolute(file)

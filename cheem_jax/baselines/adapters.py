@@ -40,8 +40,11 @@ SGD = optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))
 
 
 class Bottleneck(NamedTuple):
-    """Two layers D -> r -> D, stacked over leading axes such as the L blocks; in the experts of
-    MoE-Adapters, the last two axes of `down` are swapped (`r D`)."""
+    """Weights and biases of two layers: `down` has D inputs and r outputs, and `up` the reverse.
+
+    The arrays are stacked over leading axes such as the L blocks. The experts of MoE-Adapters swap
+    the last two axes of `down`: its shape is `[*L, r, D]`.
+    """
 
     down: Float[Array, "*L D r"]
     down_bias: Float[Array, "*L r"]
@@ -76,9 +79,10 @@ class AdapterBaseline(OneHead, TrainedBaseline):
 
     def cosine_fitter(self, optimizer: optax.GradientTransformation | None = None) -> Fitter:
         """Make the training step of adapters, a cosine head, and the scale of the head. The loss is
-        the cross-entropy over all classes up to the last class of the task.
+        the cross-entropy over all classes of the head.
 
-        The fixed arrays are the backbone, and the numbers of classes before and after the task.
+        The fixed arrays of the loss are the backbone, the number of the head's classes before the
+        current task, and the number of the head's classes including the current task.
         """
         executor = self.executor
 
@@ -129,8 +133,8 @@ class AdapterBaseline(OneHead, TrainedBaseline):
         """Report the FLOPs per image of a pass with adapters and a head. The CHEEM paper counts
         neither adapters nor heads.
 
-        The head is a linear layer for `num_classes` classes, or, with `num_classes` 0, another head
-        of `head` FLOPs.
+        For a linear head, pass the number of its classes as `num_classes`. For any other head, pass
+        `num_classes` 0, and the FLOPs of the head as `head`.
         """
         vit = self.vit
         rank = self.config.bottleneck

@@ -28,8 +28,8 @@ class AlexNetEncoder:
         self._features = jit(lambda state, images: nnx.merge(graphdef, state)(images))
 
     def flops(self, *, count_attention: bool = False) -> int:
-        """Return the FLOPs per image. AlexNet has no attention, so `count_attention` has no effect,
-        and the executed FLOPs are identical."""
+        """Return the FLOPs per image. AlexNet has no attention, so `count_attention` has no effect.
+        The method `executed_flops` returns the same number."""
         return alexnet.flops(self.config)
 
     executed_flops = flops

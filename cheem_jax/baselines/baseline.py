@@ -144,10 +144,10 @@ class Baseline(abc.ABC):
 
 
 def as_dict(tree: Any) -> Any:
-    """Convert a NamedTuple to a dict keyed by field name, recursively, and a list to a dict keyed
-    by number.
+    """Convert a NamedTuple to a dict keyed by field name. Fields that are NamedTuples are converted
+    recursively, and lists are converted to dicts keyed by the position in the list.
 
-    Empty dicts are removed, because Orbax does not store them.
+    Fields whose dict is empty are removed, because Orbax does not store empty dicts.
     """
     if not hasattr(tree, "_asdict"):
         return numbered(tree) if isinstance(tree, list) else tree
@@ -156,8 +156,8 @@ def as_dict(tree: Any) -> Any:
 
 
 def rebuilt(kind: Any, arrays: Mapping[str, Any]) -> Any:
-    """Convert `arrays`, a result of `as_dict`, back to the NamedTuple class `kind`. Additional
-    entries of `arrays` are ignored."""
+    """Convert `arrays`, a result of `as_dict`, back to a NamedTuple of class `kind`. Entries of
+    `arrays` that are not fields of `kind` are ignored."""
     fields = {}
     for name, annotation in kind.__annotations__.items():
         if name not in arrays and name in kind._field_defaults:
@@ -181,9 +181,9 @@ class TrainedBaseline(Baseline):
         """Return the initial values of the arrays that the next task trains."""
 
     def fixed(self, task: Task) -> Any:
-        """Return the fixed arrays of the loss for the next task.
+        """Return the fixed arrays of the loss, which the training of the next task does not change.
 
-        By default, they are the backbone and the number of classes of the task.
+        By default, the fixed arrays are the backbone and the number of classes of the task.
         """
         return self.executor.leaves, np.int32(len(task.classes))
 
@@ -220,11 +220,13 @@ class TrainedBaseline(Baseline):
         """Return the FLOPs of predicting one image, in the format of `pass_costs`."""
 
     def number(self, task: Task) -> int:
-        """Return the number of the next task, which determines its PRNG keys."""
+        """Return the number from which the PRNG keys of the next task are derived; by default, the
+        index of the task."""
         return len(self.classes)
 
     def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:
-        """Return the PRNG key of `position` in `phase` of the next task."""
+        """Return a PRNG key for `phase` of the next task; different positions, such as epochs, have
+        different keys."""
         return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:
@@ -314,11 +316,11 @@ def no_classes(width: int) -> Head:
 
 
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
-    """Report the numbers of parameters that a task trains and stores, and the number that it adds,
-    in percent of the backbone's parameters (the paper's %Param).
+    """Report the parameters of a task: `learned` is the number of trained parameters, and `stored`
+    is the number of stored parameters.
 
-    `added` is the number of parameters that the task adds to the backbone. It does not include the
-    parameters of the head and the router.
+    `added` is the number of parameters that the task adds to the backbone, without the head and the
+    router. It is reported in percent of the backbone's parameters (the paper's %Param).
     """
     return {
         "params_added_percent": 100 * added / backbone_params(config),

@@ -129,14 +129,14 @@ def make_preset(method: str, preset: Preset) -> MethodConfig:
     # Epochs, learning rate and batch size are similar to those of CHEEM's preset.
     epochs, rate, changes = (16, 2e-3, DEMO_BOUND) if preset == "demo" else (8, 1e-3, QUICK_BOUND)
     if isinstance(config, RanPacConfig | EaseConfig):
-        rate = config.fit.learning_rate  # unchanged, because these methods use SGD
+        rate = config.fit.learning_rate  # unchanged, because these methods use SGD, not Adam
     if not isinstance(config, FullFinetuneConfig):
         changes = {"fit": dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)}
     match config:
         case LoraClConfig():
             changes["rank"] = 16
         case EwcConfig():
-            # half as many epochs, because the selection of a penalty repeats the training
+            # half the epochs of other methods, because selecting a penalty repeats the training
             changes["fit"] = dataclasses.replace(
                 config.fit, epochs=epochs // 2, learning_rate=rate / 20
             )
@@ -158,9 +158,9 @@ def make(
     """Make the learner of a method.
 
     `num_tasks` is the number of tasks of the stream; some methods divide their prompts among the
-    tasks beforehand. `base_means` are the mean CLS tokens of the pretraining data; only CHEEM uses
-    them. Raises ValueError if the settings do not fit the backbone, or if the router network does
-    not fit the method.
+    tasks before the first task. `base_means` are the mean CLS tokens of the pretraining data; only
+    CHEEM uses them. Raises ValueError if the settings do not fit the backbone, or if the router
+    network does not fit the method.
     """
     executor, features, router_features = networks
     # Intermediate features of the same backbone do not count as features of a separate network.

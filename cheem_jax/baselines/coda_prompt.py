@@ -5,9 +5,10 @@ Each of the first five blocks has a pool of 100 components. Component m has a ke
 attention vector A_m. The weight of component m is the cosine between q * A_m and K_m for the
 image's frozen feature q, without softmax. The pool is divided among the tasks before the first task
 is learned. Each task initialises its components, keys and attention vectors by Gram-Schmidt, so
-that they are orthogonal to all earlier components, keys and attention vectors, respectively. They
-are trained on this task and then frozen. Smith et al., "CODA-Prompt: COntinual Decomposed
-Attention-based Prompting for Rehearsal-Free Continual Learning", CVPR 2023.
+that they are orthogonal to all earlier components, keys and attention vectors, respectively. The
+new components, keys and attention vectors are trained on this task and then frozen. Smith et al.,
+"CODA-Prompt: COntinual Decomposed Attention-based Prompting for Rehearsal-Free Continual Learning",
+CVPR 2023.
 """
 
 import dataclasses
@@ -98,8 +99,8 @@ class CodaPrompt(Prompting):
         super().restore(index, arrays, meta)
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """Initialise the task's rows of the pool so that they are orthogonal to the rows of all
-        earlier tasks."""
+        """Initialise the components, keys and attention vectors of a task so that they are
+        orthogonal to the components, keys and attention vectors, respectively, of earlier tasks."""
         self._check_share(index)
         config = self.config
         width = self.vit.width
@@ -137,15 +138,15 @@ class CodaPrompt(Prompting):
         return Attached(prefixes, jnp.zeros(len(query)))
 
     def num_params(self, index: int) -> tuple[int, int]:
-        """Return the number of trained and the number of added parameters. Both are the number of
-        parameters in the task's rows."""
+        """Return the number of trained parameters and the number of added parameters. Both numbers
+        count the components, keys and attention vectors of one task."""
         config = self.config
         num = len(config.layers) * self.rows * (config.length + 2) * self.vit.width
         return num, num
 
     def added_flops(self) -> dict[str, int]:
-        """Return the FLOPs of the prefixes, of the cosines to all keys, and of the weighted
-        sums."""
+        """Return the FLOPs of attention to the prefixes, of the cosines between queries and keys,
+        and of the weighted sums of the components."""
         config = self.config
         attention = prefix_flops(self.vit, config.length // 2, len(config.layers))
         sums = 2 * len(config.layers) * config.pool * self.vit.width * (2 + config.length)
@@ -184,8 +185,8 @@ def _with_rows(key, before, index, num):
                 squares > 0, squares, 1.0
             )
             rest = new - jnp.matmul(along, earlier, precision="highest")
-            # If the earlier rows span the space, the rest is a rounding error, and the sampled row
-            # is used instead.
+            # If the earlier rows span the whole space, `rest` is only a rounding error, so the
+            # sampled row `new` is used instead.
             rest = jnp.where(jnp.linalg.norm(rest) > 1e-3 * jnp.linalg.norm(new), rest, new)
             return rest / jnp.linalg.norm(rest)
 

@@ -124,8 +124,9 @@ class Diki(OwnPrompts):
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """Return the tokens before the first prefix if they need at most `executor.budget` bytes,
-        otherwise the images."""
+        """Return the input tokens of the first block with prefixes, so that epochs do not compute
+        them again. If the tokens need more than `executor.budget` bytes, return the images
+        instead."""
         images = Inputs(task.train.images)
         if 4 * len(images) * self.vit.num_tokens * self.vit.width > self.executor.budget:
             return images

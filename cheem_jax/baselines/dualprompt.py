@@ -34,8 +34,8 @@ class DualPromptConfig:
 
     name: ClassVar[str] = "dualprompt"
     pool: int | None = None
-    """Number of expert slots, at least one per task. With None, it is 10 or the number of tasks,
-    whichever is larger."""
+    """Number of expert slots, at least one per task. A slot is an expert prompt and a task key.
+    With None, the number of slots is 10 or the number of tasks, whichever is larger."""
     general_length: int = 6
     """Number of rows of the general prompt (original: 10): the first half is keys, the second half
     is values."""
@@ -71,7 +71,8 @@ class DualPrompt(Prompting):
 
     @property
     def pool(self) -> int:
-        """Number of expert slots; it is fixed when the first task is learned."""
+        """Number of slots for an expert prompt and its task key. The number is fixed when the first
+        task is learned."""
         if prompts := self.state.prompts:
             return prompts["expert"].shape[1]
         return self.config.pool or max(10, self.num_tasks)
@@ -132,7 +133,7 @@ class DualPrompt(Prompting):
                 slot = jnp.broadcast_to(task, len(query))
                 key_loss += 1.0 - cosine(query, keys[task])
             else:
-                # the slots of future tasks contain random values
+                # exclude the slots of future tasks, which contain random values
                 is_learned = jnp.arange(len(keys)) <= task
                 near = jnp.where(is_learned, cosine(query[:, None], keys), -jnp.inf)
                 slot = near.argmax(axis=1)
@@ -148,7 +149,8 @@ class DualPrompt(Prompting):
         return general + slot, slot + (general if index == 0 else 0)
 
     def added_flops(self) -> dict[str, int]:
-        """Return the FLOPs of both prompts, and of the cosines to all keys."""
+        """Return the FLOPs of attention to the general and expert prompts, and of the cosines
+        between the query and all task keys."""
         config = self.config
         vit = self.vit
         experts = len(config.expert_layers)

@@ -38,8 +38,9 @@ from cheem_jax.engine import hosts
 from cheem_jax.run.session import Session
 
 OTHERS = 0.1
-"""Weight of the mean cosine in the subspaces of other tasks (alpha in the EASE paper; the official
-code divides alpha by the number of these subspaces)."""
+"""Weight, in a class's logit, of the mean cosine over the subspaces of the tasks without this
+class. A subspace is the features with one task's adapters. The EASE paper calls the weight alpha;
+the official code divides alpha by the number of these subspaces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class EaseConfig(AdapterConfig):
 
 class EaseTask(NamedTuple):
     """Adapters of a task, and the prototypes of its classes in the subspaces of this task and all
-    earlier tasks."""
+    earlier tasks. A task's subspace is the features with the task's adapters."""
 
     adapters: Bottleneck
     prototypes: Float[np.ndarray, "S C D"]
@@ -117,7 +118,8 @@ class Ease(AdapterBaseline):
         return 4 * (len(self.tasks) + 1) * len(task.classes) * self.vit.width
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """Compute the weighted sum of the cosines in all subspaces."""
+        """Compute the weighted sum, over all subspaces, of the cosines between the image's features
+        and the prototypes of the classes."""
         bank = [task.adapters for task in self.tasks]
         weights = [
             padded_columns(weight)
@@ -170,7 +172,7 @@ def synthesised(
     later: Float[np.ndarray, "K D"],
     later_new: Float[np.ndarray, "K D"],
 ) -> Float[np.ndarray, "C D"]:
-    """Synthesise the prototypes of C earlier classes in a new subspace (section 3.3).
+    """Synthesise the prototypes of C earlier classes in a new subspace (EASE paper, section 3.3).
 
     Args:
         earlier: prototypes of the earlier classes in their own subspace.

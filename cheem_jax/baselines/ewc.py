@@ -46,8 +46,8 @@ the stream."""
 HEAD_RATE = 1e-3
 """Initial learning rate of the head."""
 GRADIENT_BYTES = 2**30
-"""Number of bytes for the gradients of a chunk of images; the gradient of one image has the size of
-the backbone."""
+"""Memory limit in bytes for the gradients of a chunk of images. The gradient of each image is
+separate and has the size of the backbone."""
 
 
 class Noise(enum.IntEnum):
@@ -133,7 +133,7 @@ class Ewc(OneHead, TrainedBaseline):
             new = squared_gradients(log_likelihood, leaves, weights, inputs["images"], rows)
             return jax.tree.map(jnp.add, sums, new)
 
-        # Adam, with a separate rate for the head
+        # The optimizer is Adam with a separate learning rate for the head.
         ratio = HEAD_RATE / config.fit.learning_rate
         adam = optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(ratio), (False, True)))
         self.fitter = Fitter(loss, adam, jit=executor.jit, layout=executor.layout)
@@ -163,8 +163,8 @@ class Ewc(OneHead, TrainedBaseline):
         return list(self.state.backbone), grow_head(key, None, self.vit.width, 0, len(task.classes))
 
     def fixed(self, task: Task) -> Any:
-        """Return the weights of the previous task, their Fisher information, the penalty, and the
-        number of classes.
+        """Return the backbone's weights after the previous task, their Fisher information, the
+        strength of the penalty, and the number of the task's classes.
 
         Raises ValueError if the penalty cannot be selected.
         """
@@ -202,8 +202,9 @@ class Ewc(OneHead, TrainedBaseline):
         vit = self.vit
         backbone = backbone_params(vit)
         head_params = (vit.width + 1) * num
-        # the weights replace the pretrained weights; only the first task adds an array of Fisher
-        # information
+        # The trained weights are not counted, because they replace the pretrained weights. The
+        # Fisher information has the size of the backbone, and only the first task adds it. Later
+        # tasks update its values.
         stored = head_params if self.classes.num else backbone + head_params
         return {
             **report,

@@ -87,7 +87,7 @@ class FullFinetune(OwnHeads):
             return local_cross_entropy(logits, batch.labels, batch.weights, 0, num)
 
         def rows(batch_size: int, working_set: int) -> int:
-            # larger parts, because each part computes a gradient of all weights
+            # Use fewer and larger parts, because every part computes a gradient of all weights.
             return executor.rows(batch_size, 6 * working_set)
 
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows)
@@ -177,7 +177,7 @@ class FullFinetune(OwnHeads):
                     )
                     accuracy = self._accuracy(fitting.learned, num, task.val)
                 except FloatingPointError:
-                    accuracy = 0.0  # the rate is too large
+                    accuracy = 0.0  # training diverged: the learning rate is too large
                 if accuracy > best.val_accuracy:
                     best = UpperBound(0.0, accuracy, rate)
                     best_learned = fitting.learned
@@ -212,8 +212,8 @@ class FullFinetune(OwnHeads):
         features = np.zeros((len(images), self.vit.width), np.float32)
         for index in np.unique(task_ids):
             rows = np.flatnonzero(task_ids == index)
-            # images of a single task are not indexed, so that streamed images are read batch by
-            # batch
+            # If all images belong to one task, they are not indexed: indexing would load streamed
+            # images at once, instead of batch by batch.
             selected = images if len(rows) == len(images) else images[rows]
             features[rows] = self.over(self._features, Inputs(selected), self.tasks[index].backbone)
         return task_ids, features

@@ -108,7 +108,8 @@ class L2p(Prompting):
         return {**report, "prompts_picked": uses}
 
     def added_flops(self) -> dict[str, int]:
-        """Return the FLOPs of the prefixes and of the cosines to all keys."""
+        """Return the FLOPs of attention to the prefixes, and of the cosines between the query and
+        all selection keys."""
         config = self.config
         layers = len(config.layers)
         attention = prefix_flops(self.vit, config.top_k * config.length // 2, layers)

@@ -1,16 +1,17 @@
-"""LoRA-CL: a low-rank pair per task and plastic layer; centroids infer the task ID.
+"""LoRA-CL: a low-rank pair per task and block; centroids infer the task ID.
 
-LoRA-CL is CHEEM with Adapt in every block and without search: each plastic layer computes y = W h +
-b + B A h with the pretrained W and b. The parameters of a task do not depend on the task's position
-in the stream. Low-rank pairs follow Hu et al., "LoRA: Low-Rank Adaptation of Large Language
-Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
+LoRA-CL is CHEEM with the op Adapt in every block and without search. In each block, one layer is
+adapted (the plastic layer): it computes y = W h + b + B A h with the pretrained W and b. The
+parameters of a task do not depend on the task's position in the stream. Low-rank pairs follow Hu et
+al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a
+baseline of the CHEEM paper.
 
 LoRA fine-tuning is an upper bound in the CHEEM paper's tables, because it is given the task ID of
 each image. Its networks are identical to those of LoRA-CL with the same seed. Its FLOPs are the
 FLOPs of a plain pass, because the pairs can be merged into the backbone.
 
-With `op="new"`, every block has New instead of Adapt: each task trains a full copy of all plastic
-layers. No architecture of CHEEM's search adds more parameters.
+With `op="new"`, every block has the op New instead of Adapt: each task trains a full copy of all
+plastic layers. No architecture of CHEEM's search adds more parameters.
 """
 
 import dataclasses
@@ -41,8 +42,8 @@ from cheem_jax.run.training import images_left
 @dataclasses.dataclass(frozen=True)
 class LoraClConfig:
     """Settings of LoRA-CL. The 20 epochs are inferred from the hours per task in the CHEEM paper.
-    Rank 40 is inferred from its FLOPs, which count low-rank pairs that are not merged into the
-    pretrained weights."""
+    Rank 40 is inferred from the FLOPs in the paper, which count low-rank pairs that are not merged
+    into the pretrained weights."""
 
     name: ClassVar[str] = "lora_cl"
     placement: Placement = "mlp_down"
@@ -128,7 +129,7 @@ class LoraCl(ExpertMemory):
             architecture=architecture,
             experts=used,
             head=network.trained_head(fitting.state),
-            # zeros, because later tasks do not read the means
+            # The mean CLS tokens of the task are 0, because only CHEEM's search would use them.
             means=np.zeros((1, executor.config.width), np.float32),
             seed=keys.seed_at(number, Phase.CENTROIDS),
             session=session,

@@ -46,11 +46,12 @@ from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
 DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
-"""Candidate penalties on the distance between the drift map and the identity. A penalty is
-multiplied by the mean diagonal element of the features' second moments."""
+"""Candidate penalties on the distance between the identity and the drift map, a linear map from the
+features before a task to the features after it. A penalty is multiplied by the mean diagonal
+element of the features' second moments."""
 FIRST_SCALE = 0.9
-"""Factor by which the weight of the analytic head is multiplied after the first task, as in the
-official code."""
+"""Factor by which the weight of the analytic (closed-form) head is multiplied after the first task,
+as in the official code."""
 EMA = 0.999
 """Weight of the previous average when adapters are averaged after each epoch, starting with the
 second task."""
@@ -143,7 +144,8 @@ class Moal(AdapterBaseline):
         return state.adapters, padded_columns(columns), jnp.asarray(state.sigma)
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone, and the numbers of classes before and after the task."""
+        """Return the backbone, the number of classes of the earlier tasks, and the number of
+        classes including the new task."""
         num_old = self.classes.num
         return self.executor.leaves, np.int32(num_old), np.int32(num_old + len(task.classes))
 
@@ -248,11 +250,12 @@ class Moal(AdapterBaseline):
         rumination: tuple[np.ndarray, np.ndarray],
         advance: Advance,
     ) -> tuple[Analytic, dict[str, Any]]:
-        """Update the head by recursive least squares, first on the new features, then on
-        `rumination`, which is the result of `shifted_sources`.
+        """Update the head by recursive least squares, first on the features of the new task, then
+        on the features for rumination that the head classifies wrongly.
 
-        Returns the head, and a report with the number of features for rumination, and the number of
-        these features that the head classified wrongly.
+        `rumination` is the result of `shifted_sources`. Returns the head, and a report with two
+        numbers: the number of features for rumination, and how many of these features were
+        classified wrongly.
         """
         state = self.state
         num_old = self.classes.num
@@ -284,8 +287,8 @@ class Moal(AdapterBaseline):
         return Analytic(inverse, analytic.weight), report
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of the analytic head with its projection, of all means, and of the
-        averaged adapters."""
+        """Return the number of bytes of the analytic head with its projection, of the means of all
+        classes, and of the averaged adapters."""
         vit = self.vit
         hidden = self.config.hidden
         num = self.classes.num + len(task.classes)

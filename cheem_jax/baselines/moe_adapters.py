@@ -95,7 +95,8 @@ class MoeAdaptersConfig:
 
 
 class Gates(NamedTuple):
-    """Selected experts of each image in a block, and their weights."""
+    """Selected experts of each image in a block, and the factors by which the outputs of these
+    experts are multiplied."""
 
     chosen: Int[Array, "B k"]
     weights: Float[Array, "B k"]
@@ -213,7 +214,8 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
         return np.zeros((self.vit.depth, self.config.experts), bool)
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone, the mask of the frozen experts, and the number of classes."""
+        """Return the backbone, the mask of the frozen experts, and the number of the task's
+        classes."""
         return self.executor.leaves, self.frozen, np.int32(len(task.classes))
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
@@ -469,8 +471,8 @@ def moe_costs(
     num_tasks: int,
     num_classes: int = 0,
 ) -> dict[str, int]:
-    """Report the FLOPs per image: a plain pass (F0), the encoder, an auto-encoder per task, and two
-    experts per block."""
+    """Report the FLOPs per image: a pass of the plain backbone, the encoder, an auto-encoder per
+    task, and two experts per block."""
     identify = num_tasks * 2 * 2 * encoder.width * HIDDEN
     rank = ACTIVE * config.bottleneck
     # The routers of all tasks compute logits, although an image uses only the logits of one router.

@@ -141,7 +141,7 @@ class Prompting(OneHead, TrainedBaseline):
         return (self.executor.leaves, *map(np.int32, position))
 
     def inputs(self, task: Task, session: Session) -> Inputs:
-        """Return the images and their queries."""
+        """Return the images and their queries, the CLS tokens of a pass without prompts."""
         with session.phase("features"):
             return Inputs(task.train.images, query=self.features(task.train.images))
 
@@ -169,7 +169,8 @@ class Prompting(OneHead, TrainedBaseline):
         return self.over(self._answer, inputs, self.state.prompts, head, self.executor.leaves, last)
 
     def meta(self) -> dict[str, Any]:
-        """Return the number of tasks, because some methods divide their prompts among the tasks."""
+        """Return the number of tasks of the stream. Checkpoints store it, because some methods
+        divide their prompts among the tasks and require the same number when they resume."""
         return {"num_tasks": self.num_tasks}
 
 
@@ -235,8 +236,8 @@ class OwnPrompts(OwnHeads, TrainedBaseline):
         """Fit the router's statistics of a task to the frozen features of its training images."""
 
     def number(self, task: Task) -> int:
-        """Return a number that depends only on the task's name, not on its position in the
-        stream."""
+        """Return the number from which the PRNG keys of a task are derived. It depends only on the
+        task's name, not on the task's position in the stream."""
         return task_number(task.name)
 
     def start(self, task: Task) -> tuple[Prompts, Head]:

@@ -86,12 +86,13 @@ class RanPac(AdapterBaseline):
         ]
 
     def start(self, task: Task) -> Any:
-        """Return new adapters, a cosine head and its scale; after the first task, only the frozen
-        adapters."""
+        """Return new adapters, a cosine head and its scale for the first task; for later tasks,
+        return only the frozen adapters."""
         return self.state.adapters if self.state else self.new_classifier(task)
 
     def fixed(self, task: Task) -> Any:
-        """Return the backbone, and the numbers of classes before and after the first task."""
+        """Return the backbone, 0 as the number of earlier classes, and the number of the task's
+        classes; only the first task is trained."""
         return self.executor.leaves, np.int32(0), np.int32(len(task.classes))
 
     def train(self, task: Task, fitting: Fitting, session: Session) -> Fitting:
@@ -99,7 +100,8 @@ class RanPac(AdapterBaseline):
         return fitting if self.state else super().train(task, fitting, session)
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
-        """Add the second moments of the task's images, and solve the regression of all tasks."""
+        """Add the task's images to the second moments of the random features, and solve the
+        regression on the images of all tasks."""
         state = self.state
         num = len(task.classes)
         width = self.vit.width
@@ -138,7 +140,8 @@ class RanPac(AdapterBaseline):
         return {**report, "ridge": penalty}
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image of one pass with adapters and the random features."""
+        """Report the FLOPs per image of one pass with adapters, of the random features, and of the
+        head."""
         hidden = self.config.hidden
         return self.adapted_costs(0, head=2 * hidden * (self.vit.width + self.classes.num))
 

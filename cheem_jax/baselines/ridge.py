@@ -20,7 +20,7 @@ ANALYTIC_BATCH = 512
 """Number of images per step of a regression."""
 
 Factor = tuple[np.ndarray, bool]
-"""Cholesky factor, as SciPy returns it."""
+"""Result of SciPy's `cho_factor`: a Cholesky factor, and whether it is lower triangular."""
 Lifted = Iterator[tuple[np.ndarray, np.ndarray]]
 """Batches of random features and their targets."""
 
@@ -54,7 +54,8 @@ def ridge_logits(
 
 
 def second_moments(rows: Lifted) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"]]:
-    """Sum the products of random features with each other, and with the targets."""
+    """Return two sums over images: the products of the random features with each other, and the
+    products of the random features with the targets."""
     moments: Any = 0.0
     products: Any = 0.0
     for lifted, targets in rows:
@@ -71,9 +72,10 @@ def moments_and_penalty(
     order: Int[np.ndarray, "N"],
     advance: Advance = no_progress,
 ) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"], float]:
-    """Compute the `second_moments` of a task's images, and select the penalty of its regression.
+    """Select the penalty of a task's regression. Return both results of `second_moments` for all
+    images of the task, and the penalty.
 
-    The penalty is selected on the last fifth of the images in this `order`, by a regression on the
+    The penalty is selected on the last fifth of the row numbers in `order`, by a regression on the
     other images.
     """
     fitted, held_out = np.split(order, [max(1, len(features) * 4 // 5)])
@@ -84,7 +86,7 @@ def moments_and_penalty(
             advance(len(part))
 
     moments, products = second_moments(rows(fitted, advance))
-    # a single image is both fitted and held out
+    # if there is only one image, it is both fitted and held out
     chosen = held_out if len(held_out) else fitted
     if len(fitted) < len(projection):
         # with fewer images than random features, the kernel matrix is smaller than the moments and
@@ -114,7 +116,8 @@ def best_ridge(
         try:
             weight = scipy.linalg.cho_solve(_factor(moments, penalty), products)
         except np.linalg.LinAlgError:
-            continue  # too small: the moments plus the penalty are singular in float64
+            # the penalty is too small: the moments plus the penalty are singular in float64
+            continue
         errors[penalty] = sum(
             float(((lifted @ weight - targets) ** 2).sum()) for lifted, targets in held_out()
         )
@@ -122,9 +125,9 @@ def best_ridge(
 
 
 def ridge_factor(moments: Float[np.ndarray, "H H"], penalty: float) -> tuple[Factor, float]:
-    """Factorise the moments plus a penalty. Return the factor and the penalty.
+    """Factorise the moments plus a penalty. Return the factor and the final penalty.
 
-    If the sum is singular in float64, the penalty is multiplied by ten until it is not.
+    The penalty is multiplied by ten until the sum is not singular in float64.
     """
     while True:
         try:

@@ -104,8 +104,9 @@ class SPrompts(OwnPrompts):
         return 4 * self.config.router.num_centroids * self.router_features.encoder.width
 
     def costs(self) -> dict[str, int]:
-        """Report the FLOPs per image. If the router uses features of the backbone, the paper's
-        count is two plain passes plus n prompt tokens (2 F0 + n TOK)."""
+        """Report the FLOPs per image: a pass of the router's network, and a pass with prompts. If
+        the router uses the backbone, the CHEEM paper counts two plain passes, and the linear layers
+        for the prompt tokens."""
         vit = self.vit
         extra = self.config.length
         num_classes = len(self.classes.classes[-1])

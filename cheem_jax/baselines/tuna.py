@@ -183,7 +183,7 @@ class Tuna(AdapterBaseline):
         """Report the FLOPs per image after the whole stream.
 
         Each task adds one pass and, with more than one task, the universal adapters add one more
-        pass. The count in the CHEEM paper, (T + 1) F0, includes neither adapters nor heads.
+        pass. The CHEEM paper counts T + 1 plain passes for T tasks, without adapters and heads.
         """
         num = max(self.num_tasks, len(self.tasks))
         passes = num + 1 if num > 1 else 1

@@ -125,7 +125,7 @@ def ridge_head(
     """
     from sklearn.linear_model import (
         RidgeCV,
-    )  # slow to import, and not needed for prediction
+    )  # imported here because the import is slow and prediction does not need it
     from sklearn.preprocessing import StandardScaler
 
     num = len(labels)
@@ -206,7 +206,11 @@ class HeadComparison(NamedTuple):
         return frozen > learned
 
     def report(self, fallback: bool) -> dict[str, Any]:
-        """Return the comparison as JSON values; accuracies are in [0, 1]."""
+        """Return the comparison as JSON values; accuracies are in [0, 1].
+
+        The value of `kept` is "frozen" if `fallback` is true and the frozen backbone is better, and
+        "network" otherwise.
+        """
         learned, frozen = (correct / self.num_images for correct in self.correct)
         return {
             "validation_images": self.num_images,
@@ -300,8 +304,8 @@ def _parts(genomes: Int[np.ndarray, "P L"], bytes_each: int) -> Iterator[Sequenc
     """Divide genomes into parts whose features have at most `FEATURE_BYTES`, and yield the indices
     of each part.
 
-    The genomes are sorted first, so that genomes with the same first genes tend to be in the same
-    part.
+    The genomes are sorted first. Genomes with the same first genes therefore tend to be in the same
+    part, where their shared blocks run once per batch.
     """
     order = sorted(range(len(genomes)), key=lambda index: genomes[index].tolist())
     size = max(FEATURE_BYTES // bytes_each, 1)

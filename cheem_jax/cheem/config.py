@@ -13,8 +13,8 @@ class OpSettings:
     """Settings of the learnable ops."""
 
     rank: int = 16
-    """Rank of Adapt's low-rank pair. The paper does not state the rank; with rank 40, LoRA-CL on
-    ViT-B has 68.1 GFLOPs per image, and the paper reports 68.2."""
+    """Rank of Adapt's low-rank pair. The paper does not state a rank, but its FLOPs suggest about
+    40: LoRA-CL of rank 40 on ViT-B has 68.1 GFLOPs per image, and the paper reports 68.2."""
     new_init: Literal["random", "copy"] = "random"
     """Initialisation of New: `random` samples a truncated normal with standard deviation 0.02;
     `copy` copies the base expert."""
@@ -44,13 +44,13 @@ class SearchConfig:
     mutation_rate: float = 0.1
     """Probability that mutation resamples a gene (paper: 'e.g., 0.1')."""
     epsilon: float = 0.5
-    """eps2: probability of uniform instead of HEE sampling, for each initial architecture and each
-    resampled gene (paper: 0.5)."""
+    """eps2: probability that an initial architecture or a resampled gene is sampled uniformly and
+    not by HEE (paper: 0.5)."""
     tolerance: float = 0.02
     """tau: accuracy loss accepted in return for fewer FLOPs, in absolute accuracy (paper: 2 %)."""
     standard_errors: float = 1.0
-    """Increase of the validation loss that backward elimination accepts, in standard errors of the
-    paired difference."""
+    """Increase of the mean validation loss that backward elimination accepts, in multiples of the
+    standard error of this increase."""
 
     def __post_init__(self) -> None:
         for name in ("population", "generations", "num_parents"):
@@ -110,7 +110,8 @@ class CheemConfig:
     score: Literal["shared_head", "closed_form"] = "shared_head"
     """Score of candidates. `shared_head` counts correct predictions of the supernet's head on
     validation images, as in the paper. `closed_form` fits a ridge head per candidate and counts
-    leave-one-out predictions on training images plus predictions on validation images."""
+    correct predictions: leave-one-out predictions on training images, and predictions on
+    validation images."""
     score_images: int = 0
     """Number of training images that `closed_form` uses, sampled with the run's seed; 0 uses all
     training images."""
@@ -121,7 +122,8 @@ class CheemConfig:
     router: RouterConfig = RouterConfig()
     augment: bool = False
     """Randomly crop, flip and modify training images in every epoch. The paper does not augment.
-    With augmentation, every step also computes the frozen blocks."""
+    With augmentation, the outputs of the frozen blocks cannot be cached, so every step computes
+    these blocks."""
     fallback: bool = False
     """Use the frozen backbone with a ridge head for a task if this backbone is more accurate on the
     validation images than the learned network. The paper has no fallback."""
@@ -150,7 +152,8 @@ class CheemLiteConfig(CheemConfig):
     """CHEEM whose router is a network that is lighter than the backbone.
 
     The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves the FLOPs (the
-    paper's table on CHEEM-lite). Only the router's features and centroids differ from CHEEM.
+    paper's table on CHEEM-lite). Apart from the router's features and centroids, CHEEM-lite is
+    identical to CHEEM.
     """
 
     name: ClassVar[str] = "cheem_lite"
@@ -165,7 +168,7 @@ QUICK = CheemConfig(
     finetune=FitConfig(epochs=8),
     batch_size=32,
 )
-"""Shorter phases, for a CPU: the search scores 160 architectures per task."""
+"""Settings with shorter phases, for a CPU. The search scores 160 architectures per task."""
 
 DEMO = dataclasses.replace(
     QUICK,

@@ -25,7 +25,8 @@ class Losses(NamedTuple):
 
 class Eliminated(NamedTuple):
     """All networks that an elimination has scored, in order: genomes `[P, L]`, and their losses and
-    correct predictions `[P, N]`. The first network is the anchor."""
+    correct predictions `[P, N]`. The first network is the anchor, with which the elimination
+    starts."""
 
     genomes: Int[np.ndarray, "P L"]
     losses: Float[np.ndarray, "P N"]
@@ -122,5 +123,5 @@ def is_accepted(differences: Float[np.ndarray, "N"], standard_errors: float) -> 
 
 
 def changed(genome: Code, block: int, code: int) -> Code:
-    """Return a copy of a genome with another candidate in one block."""
+    """Return a copy of `genome` with the candidate `code` in block number `block`."""
     return (*genome[:block], code, *genome[block + 1 :])

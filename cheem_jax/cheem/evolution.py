@@ -26,8 +26,8 @@ scored are dropped; if too few remain, uniformly sampled architectures are added
 
 
 class KeyPurpose(enum.IntEnum):
-    """Purpose of one of the keys of a generation. The number of a purpose is folded into its key,
-    so existing numbers must not change."""
+    """Purpose of a PRNG key. Each generation has one key per purpose, made from the number of the
+    purpose. If an existing number changed, the same seed would have different results."""
 
     FIRST = 0
     CROSSOVER = 1
@@ -220,8 +220,8 @@ def _take(fresh: list, history: set, candidates, total: int) -> None:
 
 
 def _fill(fresh: list, history: set, key, exploit, uniform, config: SearchConfig) -> None:
-    """Complete a population with uniform samples. If too few of them are new and the search space
-    is small, add the architectures that were not scored yet, in order."""
+    """Complete a population with uniform samples. If too few samples are new and the search space
+    is small, add architectures that were not scored yet, in lexicographic order."""
     num = config.population
     if len(fresh) < num:
         _take(fresh, history, _draw(key, KeyPurpose.FILL, uniform, uniform, config), num)

@@ -394,8 +394,8 @@ class TaskNetworks:
         self.experts.prepare()
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers of networks with and without a cache hit, of merged experts, of
-        evicted experts and of cached bytes."""
+        """Return statistics of the cache: the numbers of hits and misses of networks, the numbers
+        of merged and of evicted experts, and the current size and the limit in bytes."""
         return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
 
 

@@ -59,8 +59,11 @@ def norm_cosine(
 
 
 def first_level(similarity: Float[np.ndarray, "E"]) -> tuple[Float[np.ndarray, "E"], float]:
-    """Compute psi of one block: the probability of each earlier network (0 if it skips the block),
-    and the probability of Aux, with S_aux = -max S."""
+    """Compute psi of one block from the `similarity` S of each earlier network.
+
+    Returns the probability of each earlier network (0 if the network skips the block), and the
+    probability of Aux. Aux stands for New and Skip, and its similarity is -max S.
+    """
     present = ~np.isnan(similarity)
     if not present.any():
         return np.zeros_like(similarity), 1.0
@@ -138,7 +141,8 @@ class Anchor(NamedTuple):
 
     def table(self, sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
         """Make the table from which supernet training samples. In each block, Adapt has probability
-        `ADAPT`, Skip has probability `SKIP`, and the Reuse candidates share the rest equally."""
+        `ADAPT`, Skip has probability `SKIP`, and the Reuse candidates share the remaining
+        probability equally."""
         table = _empty(sizes)
         for block, (*reuse, skip) in enumerate(self.changes):
             table[block, skip] = SKIP
@@ -148,11 +152,12 @@ class Anchor(NamedTuple):
 
 
 ADAPT, SKIP = 0.85, 0.1
-"""Probabilities of Adapt and Skip in an anchored table."""
+"""Probabilities of Adapt and Skip in `Anchor.table`."""
 
 
 def anchored(exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]) -> Anchor:
-    """Make the anchor. In each block, it adapts the expert that exploitation samples most often.
+    """Make the anchor. In each block, the anchor adapts the expert that exploitation samples most
+    often.
 
     Each block can change to Reuse of that expert, to Reuse of the base expert, or to Skip.
     """

@@ -648,7 +648,7 @@ def search_report(
     if eliminated is not None:
         search["population"] = len(genomes)
         search["losses"] = eliminated.losses.mean(axis=1).round(6).tolist()
-    if config.score != "shared_head":  # this score includes training images
+    if config.score != "shared_head":  # not a validation accuracy: training images also count
         name = "score"
         search["score"] = config.score
     return {
@@ -721,8 +721,8 @@ def expected_seconds(
     if underway.searched is not None:
         generations -= underway.searched.generations
     networks = config.search.population * generations
-    # backward elimination scores each change (Reuse and Skip of each block) at most twice: alone,
-    # and together with the changes accepted before it
+    # Backward elimination scores each change at most twice: alone, and together with the changes
+    # accepted before it. The estimate assumes two changes per block: to Reuse and to Skip.
     if config.sampling == "anchored":
         networks = 4 * executor.num_blocks
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))

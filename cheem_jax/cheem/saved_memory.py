@@ -189,8 +189,8 @@ def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]
         for index, params in learned.items():
             place, parent = places[index], parents[index]
             assert place is not None
-            # An expert that a forgotten task learned can adapt an expert of a lost task. It stays a
-            # gap, so that tasks that use it are lost, too.
+            # An expert that a forgotten task learned can adapt an expert of a lost task. The
+            # position of such an adapted expert stays a gap, so tasks that use it are lost, too.
             if parent is None or not blocks[index][parent].is_gone:
                 blocks[index][place] = StoredExpert(params, parent, number)
         if task is None:

@@ -88,7 +88,7 @@ class Supernet:
     def init(self) -> SupernetState:
         """Make the state before the first step: an initialised head and no learners."""
         width = self.experts[0][0].bias.shape[0]
-        # the key of the head has the block index L, which no block has
+        # blocks use the indices 0 to L - 1, so the head's key is made from the unused index L
         key = key_at(self.key, len(self.experts), 0)
         return SupernetState({}, init_head_learner(key, width, next_power_of_two(self.num_classes)))
 
@@ -190,7 +190,8 @@ def learned_places(architecture: Architecture) -> list[Place]:
 
 
 def _named(learner: OpLearner | HeadLearner) -> dict[str, Any]:
-    adam = cast(Any, learner.adam)  # ScaleByAdamState; optax declares only its base type
+    # the type is ScaleByAdamState, but optax declares only the base type of this class
+    adam = cast(Any, learner.adam)
     return {
         "params": learner.params._asdict(),
         "count": adam.count,

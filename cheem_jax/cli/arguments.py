@@ -75,7 +75,7 @@ class HelpRule:
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
         if self.is_active or not dataclasses.is_dataclass(info.type):
             return None
-        self.is_active = True  # no recursion: only tyro's other rules apply below
+        self.is_active = True  # prevents recursion, so only tyro's other rules apply below
         try:
             spec = ConstructorRegistry.get_struct_spec(info)
         finally:
@@ -101,8 +101,8 @@ def arguments_of(settings: Any, prefix: str = "") -> list[str]:
     """Return the command-line arguments for all fields of a dataclass. Names of nested fields are
     dotted, and paths are absolute.
 
-    `parse(defaults, arguments_of(settings))` equals `settings` for all defaults. Raises ValueError
-    for text that a command line cannot represent.
+    `parse(defaults, arguments_of(settings))` equals `settings` for all values of `defaults`.
+    Raises ValueError for text that a command line cannot represent.
     """
     hints = get_type_hints(type(settings))
     arguments = list[str]()

@@ -45,7 +45,7 @@ SHOW_PROGRESS_FROM = 500
 """Minimum number of images for a progress bar."""
 BATCH_SIZES = (1, 8, 16)
 """Batch sizes for which `cheem serve` compiles functions in addition to `--max-batch`. With 32
-clients, a batch contains about 10 requests."""
+clients, a batch contains only about 10 requests, so small sizes avoid padding."""
 SCORES_LEGEND = """\
 accuracy: share of images with the right task and class (task-agnostic)
 task ID given: share with the right class, given the task ID

@@ -62,5 +62,6 @@ def print_completion(settings: Completion) -> None:
     if settings.shell == "bash":
         lines.append(FILES_IN_BASH)
     if settings.shell == "zsh":
-        lines[-1] += " || _files"  # the last line calls the function
+        # the last line calls the completion function; if it fails, zsh completes file names
+        lines[-1] += " || _files"
     print("\n".join(lines))

@@ -40,8 +40,8 @@ class Convert:
     base_data: str | None = None
     """Training images of the pretraining data: a folder, a zip, or tfds:NAME:SPLIT."""
     image_size: int | None = None
-    """Height and width in pixels of the images from which the means of --base-data are computed;
-    default: the image size of the weights."""
+    """Height and width in pixels of the images from which the mean CLS tokens of --base-data are
+    computed; default: the image size of the weights."""
     overwrite: bool = False
     """Replace an existing output file."""
 
@@ -69,7 +69,8 @@ def check(settings: Convert) -> None:
 
 
 def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
-    """Compute the means of --base-data, write weights and means to the output, and return them."""
+    """Compute the mean CLS tokens of --base-data, add them to the weights, write the result to the
+    output, and return it."""
     if settings.base_data is not None:
         sized = resize(pretrained, settings.image_size or pretrained.config.image_size)
         vit = build(sized.config, sized.params)
@@ -81,8 +82,8 @@ def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
 
 
 def print_summary(settings: Convert, written: Pretrained) -> None:
-    """Print the name and size of the weights, the hash of their source, and the names of the
-    means."""
+    """Print the name and size of the weights, the hash of their source, and the keys of the mean
+    CLS tokens."""
     numbers = sum(value.size for value in written.params.values())
     print(
         f"{shown(settings.output)}: {written.config.name}, {numbers:,} numbers from"

@@ -113,7 +113,8 @@ class Show(DataFolder):
 
 
 def list_data(settings: List) -> None:
-    """Print the benchmarks' tasks and their states as a table or as JSON."""
+    """Print the tasks of the benchmarks and the state of each task, such as `ready`, as a table or
+    as JSON."""
     data_dir = settings.data_dir or default_data_dir()
     tasks = []
     for task in map(BY_NAME.__getitem__, _task_names(settings.what)):
@@ -198,13 +199,14 @@ def verify_data(settings: Verify) -> None:
     if not all(root.is_dir() for root in roots):
         raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
     for default in (lambda: images_dir(settings.data_dir), default_directory):
-        with contextlib.suppress(ValueError):  # without a home folder, nothing was cached there
+        with contextlib.suppress(ValueError):  # without a home folder, this folder does not exist
             roots.append(default())
     progress = Progress(Terminal(quiet=True) if settings.json else None)
     results = {}
     for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:
-            with contextlib.suppress(ValueError):  # too many broken images; the findings list them
+            # with too many broken images, no image is excluded; the findings list the broken images
+            with contextlib.suppress(ValueError):
                 plan = exclude_broken(plan, progress)
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)

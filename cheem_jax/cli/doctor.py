@@ -73,7 +73,7 @@ def collect(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]
     devices = results.get("devices", {})
     if devices.get("platform") == "cpu":
         if gpus:
-            # empty if the extra is already installed
+            # the command that installs the extra; empty if the extra is already installed
             way_out = extras.get("cuda12", "").partition("; ")[2]
             if "JAX_PLATFORMS" in os.environ:
                 way_out = "unset JAX_PLATFORMS"
@@ -94,7 +94,7 @@ def collect(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]
 
 
 MARK = "cheem doctor: "
-"""Prefix of each line that the process of the checks prints."""
+"""Prefix of each line that `probe` prints. Other lines in the output are ignored."""
 
 
 class Check(NamedTuple):
@@ -227,8 +227,8 @@ CHECKS = {
 
 
 def _versions(problems: list[Problem]) -> dict[str, str | None]:
-    """Return the versions of required packages (None: missing), and append problems with them to
-    `problems`."""
+    """Return the versions of required packages (None if a package is missing), and append problems
+    with these versions to `problems`."""
     versions = {
         "python": platform.python_version(),
         "cheem_jax": __version__,

@@ -126,8 +126,8 @@ def show_info(settings: Info) -> None:
 
 
 def print_grid(grid: Grid, console: Console, optional: Sequence[str] = ()) -> None:
-    """Print a table. While it is wider than the terminal, columns in `optional` are omitted, in
-    this order; long names wrap."""
+    """Print a table. While it is wider than the terminal, the columns in `optional` are omitted one
+    after another; long names wrap."""
     while grid.width - 2 > console.width and optional:
         grid = grid.without(optional[:1])
         optional = optional[1:]

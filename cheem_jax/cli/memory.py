@@ -83,7 +83,7 @@ class OfData(DataFolder):
     each class and of each split can be excluded. All images are decoded one more time."""
 
     def plans(self, purpose: Purpose) -> tuple[Plan, ...]:
-        """Return the plans of the tasks, before decoding. Raises ValueError or OSError for
+        """Return the plans of the tasks; no image is decoded yet. Raises ValueError or OSError for
         unsuitable data."""
         names = None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         return tuple(
@@ -390,7 +390,7 @@ class Export(Answering):
 
 def export_memory(settings: Export) -> None:
     """Export the memory, compare the outputs of the file and of this library, and print the size of
-    the file and its time per image."""
+    the file and the prediction time per image."""
     # errors about the format are raised before the slow opening of the memory
     kind = settings.format or kind_of(settings.file)
     exported = settings.open().export(

@@ -81,9 +81,9 @@ class RunSettings(Common):
     cheem: CheemConfig
     """Settings of `cheem` and `cheem_lite`; the defaults depend on `--preset`."""
     preset: Preset = "paper"
-    """`paper` uses the paper's settings, and ours if the paper states none; `quick` has every part,
-    sized for a CPU; `demo` is for a few hundred images; `cheem_plus` and `quick_plus` are `paper`
-    and `quick` with another router, and `quick_plus` also with another search."""
+    """`paper` uses the paper's settings, and ours if the paper states none; `quick` has every part
+    of CHEEM, sized for a CPU; `demo` is for a few hundred images; `cheem_plus` and `quick_plus` are
+    `paper` and `quick` with another router, and `quick_plus` also with another search."""
     augment: bool = False
     """Short for --cheem.augment: crop, flip and change training images randomly in every epoch."""
     method: MethodName = "cheem"
@@ -251,7 +251,7 @@ def load(settings: RunSettings, progress: Progress) -> Loaded:
     pretrained = load_pretrained(backbone, weights=settings.weights, image_size=settings.image_size)
     if settings.pixel_norm == "unit":
         scaled = dataclasses.replace(pretrained.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-        # the base means apply only to the pixel scale of pretraining, so they are dropped
+        # the mean CLS tokens were computed with the pixel scale of pretraining, so they are dropped
         pretrained = dataclasses.replace(pretrained, config=scaled, base_means={})
     size = pretrained.config.image_size
     router = load_router(settings, size)
@@ -317,7 +317,7 @@ def make_portable(settings: RunSettings) -> RunSettings:
 
 
 def describe_data(settings: RunSettings, stream: Stream) -> dict[str, Any]:
-    """Return the entry about the data in the run's record: sources, tasks and the seed of the
+    """Return a description of the data for the run's record: sources, tasks and the seed of the
     splits. If the tasks divide the classes of a data set, also return the division and the classes
     of each task."""
     names = [task.name for task in stream.tasks]

@@ -77,8 +77,8 @@ def decode(codes: Sequence[int] | np.ndarray, num_experts: Sequence[int]) -> Arc
 
 
 def encode(architecture: Architecture, num_experts: Sequence[int]) -> np.ndarray:
-    """Convert an architecture to candidate indices, int32 `[L]`. Raises ValueError if an expert is
-    not in the pool."""
+    """Convert an architecture to int32 candidate indices, one per block. Raises ValueError if an
+    expert is not in the pool."""
     codes = []
     for choice, n in zip(architecture, num_experts, strict=True):
         if choice not in candidates(n):

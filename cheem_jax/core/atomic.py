@@ -13,8 +13,8 @@ REFUSING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @contextlib.contextmanager
 def room_for(file: Path, num_bytes: int) -> Iterator[None]:
-    """If an OSError in this context reports a full or read-only disk, add the file and `num_bytes`
-    to its message."""
+    """If an OSError in this context reports a full or read-only disk, add the file and the number
+    of bytes to write (`num_bytes`) to the message of the error."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,8 @@ def write_atomically(file: Path, content: str | bytes) -> None:
     except OSError as error:
         if str(error.filename) != str(sibling):
             raise
-        # the folder is not writable, or the file is a mount point: report the file, not the sibling
+        # The folder is not writable, or the file is a mount point. The message reports the file
+        # instead of the temporary sibling.
         raise OSError(
             error.errno, f"{error.strerror}: choose a file in another folder", str(file)
         ) from error

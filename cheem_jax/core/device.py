@@ -23,11 +23,13 @@ class Device:
     of compiled functions are not copied, and the overhead of calling these functions is
     negligible."""
     forward_sizes: tuple[int, ...] = ()
-    """Candidates for the batch size of forward passes, in images. A candidate is used only if
-    memory and data set are large enough. If there are no candidates, the batch size of training is
-    used."""
+    """Batch sizes, in images, from which the batch size of forward passes is selected. A size is
+    excluded if it does not fit in memory or is not larger than a training batch. If no size
+    remains, or if all images fit in one training batch, forward passes use the batch size of
+    training."""
     is_narrow: bool = False
-    """Whether products of bfloat16 operands, and their residuals, are stored in bfloat16."""
+    """Whether matrix products of bfloat16 operands, and the residuals of these products, are stored
+    in bfloat16."""
     attention: Literal["ours", "cudnn", "xla"] = "ours"
     """Implementation of bfloat16 attention: `ours` is the implementation in `kernels`; `cudnn` and
     `xla` are implementations of `jax.nn.dot_product_attention`."""
@@ -46,7 +48,8 @@ def default_device(*, deterministic: bool = False) -> Device:
     return identical bits in every run."""
     if jax.default_backend() == "cpu":
         return CPU
-    # the gradient of cuDNN's attention is summed in the order in which thread blocks finish
+    # The gradient of cuDNN's attention is summed in the order in which thread blocks finish, so its
+    # bits differ between runs.
     if deterministic:
         return ACCELERATOR
     problem = flash_problem()

@@ -20,8 +20,8 @@ def check_cache() -> None:
 
 @contextlib.contextmanager
 def hub_errors(repository: str, action: str) -> Iterator[None]:
-    """Convert errors of the hub to OSError with a message of one line. Disk errors and ValueError
-    itself, but not its subclasses, are raised unchanged."""
+    """Convert errors of the hub to OSError with a message of one line. Two kinds of errors are
+    raised unchanged: disk errors, and errors whose class is exactly ValueError, not a subclass."""
     check_cache()
     try:
         yield

@@ -54,8 +54,8 @@ def stop_requests() -> Iterator[Stop]:
             os.write(2, b"\nstopping after the current step; repeat to stop immediately\n")
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    # shells start background processes with Ctrl-C ignored; a handler that ignores a signal is not
-    # replaced
+    # Shells start background processes in such a way that the processes ignore Ctrl-C. A handler
+    # that ignores a signal is therefore not replaced.
     usual = {
         number: handler
         for number, handler in handlers.items()

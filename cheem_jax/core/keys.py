@@ -13,8 +13,8 @@ from cheem_jax.core.settings import SeedsConfig
 
 
 class Phase(enum.IntEnum):
-    """Purpose of a key. The number is part of the key, so members are only appended and never
-    renumbered."""
+    """Purpose of a key. The number of a member is part of the key, so members are only appended and
+    never renumbered."""
 
     SUPERNET_INIT = 0
     SUPERNET_ORDER = 1

@@ -46,11 +46,11 @@ def accuracy_curve(
 
 
 def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
-    """Compute the average forgetting over all tasks except the last (paper eq. 'avg_forgetting'):
-    the best accuracy since the task was learned minus the final accuracy.
+    """Compute the average forgetting over all tasks except the last (paper eq. 'avg_forgetting').
 
-    The best accuracy includes the final accuracy, so the forgetting of a task is at least 0.
-    Returns None for a single task.
+    The forgetting of a task is its best accuracy since it was learned minus its final accuracy. The
+    best accuracy includes the final accuracy, so the forgetting of a task is at least 0. Returns
+    None for a single task.
     """
     num_tasks = len(accuracy)
     learned = np.tri(num_tasks, dtype=bool)
@@ -128,7 +128,7 @@ def open_set_metrics(
     scores = np.concatenate([known_scores, unknown_scores]).astype(np.float64)
     scores = np.where(np.isfinite(scores), scores, largest)
     is_known = np.arange(len(scores)) < len(known_scores)
-    # `drop_intermediate=True` could drop the first threshold that accepts 95 %
+    # `drop_intermediate=True` could drop the first threshold that accepts 95 % of the known images
     accepted_unknown, accepted_known, _ = roc_curve(is_known, -scores, drop_intermediate=False)
     return OpenSetMetrics(
         float(roc_auc_score(~is_known, scores)),

@@ -10,7 +10,7 @@ import numpy as np
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
 """An archive is rejected if its unpacked size exceeds both SMALL_BYTES and MAX_RATIO times its
-packed size, because numeric arrays hardly compress."""
+packed size. Numeric arrays hardly compress, so such an archive is probably a zip bomb."""
 
 
 def read_npz(file: Path) -> dict[str, np.ndarray]:

@@ -61,8 +61,8 @@ Learned = Expert | LowRank
 
 
 def trained_params(op: Op) -> Learned | None:
-    """Return the trained parameters of an op: the pair of Adapt, or the expert of New. None for
-    Reuse and Skip."""
+    """Return the trained parameters of an op: the low-rank pair of Adapt, or the expert of New.
+    Return None for Reuse and Skip."""
     match op:
         case Adapt(_, pair):
             return pair

@@ -91,8 +91,9 @@ class TaskMemory:
     """Temperature of the class probabilities softmax(logits / temperature), fitted on validation
     images; 1 if not fitted."""
     statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Moments of the classes, which are computed from features of the task's network and used to
-    extend the task. Empty if the task was learned by `cheem run` instead of `cheem learn`."""
+    """Moments of the features that the task's network computes for images of each class. When the
+    task is extended, the moments replace the images of the learned classes. Empty if the task was
+    learned by `cheem run` instead of `cheem learn`."""
 
     @property
     def router_statistics(self) -> TaskStatistics:
@@ -180,8 +181,8 @@ def pool_sizes(pool: Pool) -> tuple[int, ...]:
 
 
 def dense_expert(block: BlockPool, index: int) -> Expert:
-    """Merge an expert with its chain of parents into dense weights, starting with the full
-    expert."""
+    """Return the dense weights of an expert: the full expert at the end of its chain of parents,
+    into which all low-rank pairs of the chain are merged."""
     stored = block[index]
     if stored.parent is None:
         assert isinstance(stored.params, Expert)
@@ -191,7 +192,7 @@ def dense_expert(block: BlockPool, index: int) -> Expert:
 
 
 def dense_experts(pool: Pool) -> list[list[Expert]]:
-    """Merge all experts of a pool into dense weights, by block."""
+    """Return the dense weights of every expert of a pool, by block."""
     return [[dense_expert(block, index) for index in range(len(block))] for block in pool]
 
 
@@ -302,16 +303,16 @@ class Candidates(NamedTuple):
     consecutively; experts that only forgotten tasks used have no number."""
 
     indices: tuple[tuple[int, ...], ...]
-    """Pool indices of the candidates in each block; the first candidate is the base expert."""
+    """Pool indices of the candidate experts in each block. The base expert is always the first."""
     experts: Sequence[Sequence[Expert]]
-    """Dense weights of the candidates."""
+    """Dense weights of the candidate experts in each block."""
     earlier: list[tuple[int | None, ...]]
-    """Candidate index of the expert in each block, for the base network and then for the network of
-    each task; None for Skip."""
+    """One tuple for the base network, followed by one tuple for the network of each task. A tuple
+    contains the candidate index of the network's expert in each block; None for Skip."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of candidates in each block."""
+        """Number of candidate experts in each block."""
         return tuple(map(len, self.indices))
 
     def in_pool(self, architecture: Architecture) -> Architecture:

@@ -54,8 +54,8 @@ class RouterConfig:
         """Return the blocks at which mean patch tokens are read, for a backbone with `depth`
         blocks.
 
-        The tokens are read before the plastic layer, so all candidates of the block share them. The
-        last block is excluded because it computes only the CLS token. Raises ValueError if the
+        The tokens are read before the plastic layer, so all candidate ops of the block share them.
+        The last block is excluded because it computes only the CLS token. Raises ValueError if the
         router reads mean patch tokens and the backbone has fewer than 3 blocks.
         """
         quarters = {"last": (), "early": (1, 2), "levels": (1, 2, 3)}[self.features]
@@ -274,7 +274,7 @@ def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
     """Compute the distance above which an image is rejected: the (1 - `rate`) quantile of the
     distances of the task's validation images.
 
-    Raises ValueError unless 0 < rate < 1.
+    `quantiles` is the result of `calibrate`. Raises ValueError unless 0 < rate < 1.
     """
     if not 0 < rate < 1:
         raise ValueError(
@@ -287,11 +287,11 @@ def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
 def rejection_scores(
     distances: Float[np.ndarray, "N"], quantiles: Float[np.ndarray, "Q"]
 ) -> Float[np.ndarray, "N"]:
-    """Compute, for each image, the share of the task's validation images that are nearer to the
-    task than the image.
+    """Compute, for each image, the share of a task's validation images that are nearer to the task
+    than the image is.
 
-    An image is rejected at the open-set rates above 1 - score. `quantiles` is the result of
-    `calibrate`. The score of a NaN distance is 1.
+    With `threshold(quantiles, rate)`, an image is rejected if its score is above 1 - `rate`.
+    `quantiles` is the result of `calibrate`. The score of a NaN distance is 1.
     """
     shares = np.interp(distances, quantiles, np.linspace(0, 1, len(quantiles)))
     return np.nan_to_num(shares, nan=1.0)

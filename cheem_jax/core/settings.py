@@ -41,7 +41,7 @@ class SeedsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FitConfig:
-    """Settings of one phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
+    """Settings of one phase of gradient training (paper: Adam without weight decay)."""
 
     epochs: int
     """Number of passes over the training images (paper: 50 in supernet training, 20 in

@@ -3,7 +3,7 @@ al., 2020).
 
 Pillow computes the augmented images, so their pixels depend neither on the device nor on JAX. An
 augmented image depends only on the original image, its row in the training images, the seed and the
-epoch, so a resumed run uses the same images, on any number of devices.
+epoch. It is therefore identical in a resumed run, and on any number of devices.
 """
 
 import functools
@@ -20,7 +20,7 @@ from cheem_jax.engine.executor import Executor, Tokens
 from cheem_jax.engine.feed import HostImages
 
 SMALLEST_AREA = 0.5
-"""Minimum area of a crop, as a fraction of the image."""
+"""Minimum area of a crop, as a fraction of the image's area."""
 NUM_CHANGES = 2
 
 
@@ -69,7 +69,8 @@ def augment(
 
 
 class AugmentedImages(HostImages):
-    """Training images, augmented for one epoch. Each phase of each task has a separate `seed`."""
+    """Training images, augmented for one epoch. Each training phase of each task uses a different
+    `seed`."""
 
     def __init__(self, executor: Executor, images: Images, seed: int, epoch: int = 0):
         super().__init__(executor, images)
@@ -80,7 +81,8 @@ class AugmentedImages(HostImages):
         return AugmentedImages(self.executor, self.images, self.seed, epoch)
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
-        """See `HostImages.follow`."""
+        """Augment the images of each batch, and yield the batch as `Tokens`. Each array in `order`
+        contains the rows of one batch."""
         layout = self.executor.layout
         local = [layout.local_rows(rows) for rows in order]
         for rows, images in zip(local, in_turn(self.images, local), strict=True):
@@ -98,5 +100,5 @@ def augmented(
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    # threads run in parallel, because Pillow releases the interpreter's lock
+    # threads are sufficient, because Pillow releases the interpreter's lock while it computes
     return ThreadPoolExecutor(thread_name_prefix="augment")

@@ -52,8 +52,8 @@ def order_classes(plan: Plan, order: int | tuple[str, ...] | None) -> Int[np.nda
     """Return the labels of a plan's C classes in learning order.
 
     If `order` is a seed, the order is that of PILOT and other libraries for class-incremental
-    learning: `np.random.seed(seed); np.random.permutation(C)`. Raises ValueError if names are
-    unknown, missing or repeated.
+    learning: `np.random.seed(seed); np.random.permutation(C)`. Raises ValueError if class names in
+    `order` are unknown, missing or repeated.
     """
     if order is None:
         return np.arange(len(plan.classes))

@@ -173,7 +173,7 @@ def _glyph(font: str, letter: str, image_size: int) -> Image.Image:
 
 @functools.cache
 def _face(font: str, size: int) -> ImageFont.FreeTypeFont:
-    # imported here, because importing matplotlib slows down every start of the library
+    # imported here, because an import at the top would slow down every start of the library
     import matplotlib
 
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
@@ -187,7 +187,7 @@ def _pose(rng: np.random.Generator, glyph: Image.Image, image_size: int) -> np.n
     angle, shear = rng.uniform(-0.22, 0.22), rng.uniform(-0.2, 0.2)
     scale = rng.uniform(0.72, 1.05)
     shift = rng.uniform(-0.09, 0.09, 2) * side
-    # Pillow needs the inverse map, from pixels of the new image to those of the old one
+    # Pillow needs the inverse map, from pixels of the new image to pixels of the old image
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     back = np.linalg.inv(scale * turn @ np.array([[1.0, shear], [0.0, 1.0]]))
     offset = side / 2 - back @ (side / 2 + shift)

@@ -214,7 +214,8 @@ def list_files(path: Path) -> list[str]:
 
 
 def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
-    """List the files as in `list_files`, and count the skipped folders by name."""
+    """List the sorted names of all visible files relative to `path`, and count the skipped hidden
+    and system folders, keyed by name."""
     hidden = collections.Counter[str]()
     if path.is_dir():
         places = walk(path, hidden)
@@ -240,8 +241,8 @@ class Listing(NamedTuple):
     """Names of all visible files, sorted."""
     images: list[str]
     ignored: collections.Counter[tuple[str, str]]
-    """Numbers of files that are not images, keyed by folder and kind. The folder is "" for files
-    with a suffix in `COMPANIONS` and for files without a folder."""
+    """Numbers of files that are not images, keyed by folder and kind of file (see `kind_of`). The
+    folder is "" for files with a suffix in `COMPANIONS` and for files without a folder."""
     hidden: collections.Counter[str]
     """Numbers of skipped hidden and system folders, keyed by name."""
 
@@ -280,7 +281,7 @@ def look_through(path: Path) -> Listing:
         folder, _, file = name.rpartition("/")
         if (kind := kind_of(files, row)) is None:
             listing.images.append(name)
-        elif file != "meta.json":  # meta.json contains the class names, so it is used
+        elif file != "meta.json":  # meta.json is not ignored: it contains class names
             listing.ignored["" if kind.lower() in COMPANIONS else folder, kind] += 1
     return listing
 

@@ -369,7 +369,7 @@ def _label_folders(
     path: Path, folders: Iterable[str], names: list[str] | None
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the class names in label order, and the label of each class folder, keyed by the
-    folder's composed name."""
+    folder's name in composed Unicode form."""
     if names is None:
         way_out = (
             "put each class into one folder; if the classes are different, list them as `classes`"

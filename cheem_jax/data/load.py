@@ -3,8 +3,8 @@ access.
 
 Each combination of plan, image size and decoder version has a cache: a folder `<task>-<size>-<key>`
 with one `.npy` file per split, and `cache.json`. The folder is written under another name and
-renamed when it is complete, so a folder with this name is always complete. A lock makes other
-processes wait while one process writes the folder.
+renamed when it is complete, so a folder called `<task>-<size>-<key>` is always complete. A lock
+makes other processes wait while one process writes the folder.
 """
 
 import contextlib
@@ -40,8 +40,9 @@ FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
 
 OpenPhase = Callable[[str, int], AbstractContextManager[OnProgress]]
-"""Function that opens a phase of work, given the name of a task and its number of images. The
-returned context yields a function that counts finished images."""
+"""Function that returns a context manager, given the name of a task and its number of images. The
+context manager yields a function that is called with the number of images decoded since the last
+call."""
 Item = TypeVar("Item")
 R = TypeVar("R")
 Keep = Literal["auto", "memory", "cache", "stream"]
@@ -125,8 +126,8 @@ def _each(items: Iterable[Item], load: Callable[[Item], R]) -> list[R]:
 
 
 def load_task(path: str | Path, *, image_size: int, seed: int = 0, upright: bool = True) -> Task:
-    """Plan a folder or zip with `plan_task`, and load the task into memory. For `upright`, see
-    `decode_image`."""
+    """Plan a folder or zip with `plan_task`, and load the task into memory. With `upright`, images
+    are rotated by their EXIF orientation."""
     plan = plan_task(absolute(path), seed=seed).turned(upright)
     (task,) = load_tasks([plan], image_size, ImagesConfig("memory"))
     return task
@@ -140,8 +141,8 @@ def load_stream(
     seed: int = 0,
     upright: bool = True,
 ) -> Stream:
-    """Plan a folder of tasks with `plan_stream`, and load the stream into memory. For `upright`,
-    see `decode_image`."""
+    """Plan a folder of tasks with `plan_stream`, and load the stream into memory. With `upright`,
+    images are rotated by their EXIF orientation."""
     path = absolute(path)
     plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
     return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
@@ -243,7 +244,7 @@ def cached(
     OSError if the files cannot be written. After an error, no partial cache remains.
     """
     place = cache_place(plan, image_size, root)
-    if not place.is_dir():  # without a cache of all splits, use one for `names`
+    if not place.is_dir():  # without a cache of all splits, cache only `names`
         place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
         try:
@@ -380,8 +381,9 @@ class StreamedImages:
         batch_size = len(order[0])
         num_threads = max(2, min(16, os.cpu_count() or 1))
         images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
-        # Form batches before the work is distributed, because each of n workers then decodes every
-        # n-th batch instead of every n-th image.
+        # Form batches before the work is distributed, so that each of n workers decodes every n-th
+        # batch. Otherwise, each worker would decode every n-th image, and no worker would have a
+        # whole batch.
         if self.workers:
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             options = grain.MultiprocessingOptions(

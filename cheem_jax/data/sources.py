@@ -53,11 +53,11 @@ def plan_source(
     if the working directory contains a zip, a saved data set or a folder of images with this name.
     `tasks` selects and orders the tasks. `order` is one of MTIL's orders. `seed` determines how
     missing splits are cut. `purpose` determines the requirements for each task. `class_split`
-    divides the classes of the source, which must then be a single data set, into tasks; `tasks`
-    then selects among the resulting tasks. Fields of `class_split` that are not None override the
-    division in a protocol or stream file. Raises MissingTasks if tasks are not prepared,
-    FileNotFoundError if files are missing, OSError if the hub does not answer, and ValueError if
-    the source or an option is invalid.
+    divides the classes of the source into tasks. In this case, the source must be a single data
+    set, and `tasks` selects among the resulting tasks. Fields of `class_split` that are not None
+    override the division in a protocol or stream file. Raises MissingTasks if tasks are not
+    prepared, FileNotFoundError if files are missing, OSError if the hub does not answer, and
+    ValueError if the source or an option is invalid.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
     path = absolute(source)
@@ -153,7 +153,8 @@ def _split_only(
 
 
 def images_dir(data_dir: Path | None) -> Path:
-    """Return the folder inside a data folder for the decoded images of its data sets."""
+    """Return the cache folder for decoded images, which is inside the data folder `data_dir` or, if
+    `data_dir` is None, inside TFDS's default data folder."""
     return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
@@ -164,9 +165,9 @@ def is_name(source: str) -> bool:
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path | None:
-    """Return the folder inside the data folder for the decoded images of a source. Return None,
-    which means the user's cache, if `data_dir` is None and the source does not use the data
-    folder."""
+    """Return the cache folder for the decoded images of a source: `images_dir(data_dir)`. If
+    `data_dir` is None and the source is not in the data folder, return None, which stands for the
+    user's cache folder."""
     is_in_data_dir = is_name(source) and not source.startswith(HUB)
     return images_dir(data_dir) if data_dir is not None or is_in_data_dir else None
 
@@ -226,9 +227,9 @@ def plan_stream_file(
     tasks are not read.
 
     With `classes_per_task` in the file, the classes of its only `[[task]]` are divided into tasks
-    (`ClassSplit`), and `tasks` selects among these. Fields of `class_split` that are not None
-    override the file. Raises FileNotFoundError if the file or the data of a task are missing, and
-    ValueError with all errors in the file.
+    (`ClassSplit`), and `tasks` selects among the resulting tasks. Fields of `class_split` that are
+    not None override the file. Raises FileNotFoundError if the file or the data of a task are
+    missing, and ValueError with all errors in the file.
     """
     file = absolute(file)
     if not file.is_file():

@@ -38,13 +38,13 @@ class StreamConfig:
     first_task: int | None = None
     """Number of classes in the first task; default: the same number as in the other tasks."""
     class_order: str | None = None
-    """Order in which the classes are divided into tasks: a seed (1993 is the seed of PILOT), or all
-    class names, separated by commas (a name that contains a comma needs a stream file); default:
-    the data set's order."""
+    """Order in which the classes are divided into tasks: a seed (1993 is the seed of the library
+    PILOT), or all class names, separated by commas (a name that contains a comma needs a stream
+    file); default: the data set's order."""
     order: Order = "default"
     """Order of MTIL's tasks. `default` is the order of the paper's tables, `paper_a` to `paper_c`
     are the orders of the paper's table on task orders, and `zscl_ii` is the second order of
-    ZSCL."""
+    the paper that introduced MTIL."""
     split_seed: int = 0
     """Seed that determines how missing splits are cut from the training images. It is independent
     of `--seed`, so that runs with different seeds share their splits."""
@@ -77,7 +77,7 @@ class StreamConfig:
 
     @property
     def cached_images(self) -> ImagesConfig:
-        """A copy of `images`. If its `cache_dir` is None, it is replaced by the result of
+        """The settings `images`, in which a `cache_dir` of None is replaced by the result of
         `cache_dir_of`."""
         cache_dir = self.images.cache_dir or cache_dir_of(self.stream, self.data_dir)
         return dataclasses.replace(self.images, cache_dir=cache_dir)

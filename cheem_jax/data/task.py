@@ -105,12 +105,13 @@ class Task:
     """SHA-256 of the assignment of images to splits (`Plan.split_sha256`), if the images are from
     files."""
     skipped: tuple[str, ...] = ()
-    """See `Plan.skipped`."""
+    """Keys of unreadable images that were excluded."""
     cut: tuple[str, ...] = ()
-    """See `Plan.cut`."""
+    """Splits that the source does not have; they were cut from train or are empty."""
     purpose: Purpose = "learn"
     class_split: ClassSplit | None = None
-    """See `Plan.class_split`."""
+    """The division of classes that produced this task; None if the classes of the data set are not
+    divided."""
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -316,7 +317,8 @@ def fingerprint(task: Task) -> str:
 
 def find_copies(task: Task, fingerprints: Mapping[str, str]) -> list[str]:
     """Return the names of other tasks whose classes, images and labels are identical to those of
-    `task`. `fingerprints` contains the fingerprints of these tasks, keyed by task name."""
+    `task`. `fingerprints` contains the fingerprints of the tasks to compare, keyed by task name; an
+    entry with the name of `task` is ignored."""
     others = [name for name in fingerprints if name != task.name]
     return [name for name, sha in _fingerprints(task, others).items() if sha == fingerprints[name]]
 
@@ -355,8 +357,8 @@ def split_of(name: str) -> str | None:
 
 
 def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
-    """Map each name that is a common name of a split to this split, and omit other names. Raises
-    ValueError if two names mean the same split."""
+    """Map each common name of a split, such as `Training`, to train, val or test; omit all other
+    names. Raises ValueError if two names mean the same split."""
     split_by_name = {name: split for name in names if (split := split_of(name)) is not None}
     if doubled := repeats(split_by_name.values()):
         several = sorted(name for name, split in split_by_name.items() if split in doubled)
@@ -374,8 +376,8 @@ def composed(name: str) -> str:
 
 
 def spelled_as(names: Sequence[str], references: Sequence[str]) -> list[str]:
-    """Replace each name by the name in `references` with the same composed form, if there is
-    one."""
+    """Replace each name by the name in `references` with the same composed Unicode form. Names
+    without such a reference are not changed."""
     spellings = {composed(name): name for name in references} | {name: name for name in references}
     return [spellings.get(name, spellings.get(composed(name), name)) for name in names]
 
@@ -459,7 +461,7 @@ def check_labels(
 
 
 def repeats(names: Iterable[str]) -> list[str]:
-    """Return the names that occur more than once, in composed form, sorted."""
+    """Return the names that occur more than once, in composed Unicode form and sorted."""
     return sorted(
         name for name, count in collections.Counter(map(composed, names)).items() if count > 1
     )
@@ -519,7 +521,7 @@ def cut_missing(
 ) -> None:
     """Cut the missing splits of `members` from train, in place.
 
-    With `floor`, each missing split has floor(0.1 n) images if train has n images before the cut.
+    With `floor`, floor(0.1 n) of the n current training images are cut for each missing split.
     Raises TooFew if a class has too few images.
     """
     missing = [split for split in ("test", "val") if split not in members]

@@ -78,7 +78,7 @@ class Findings:
     across: Pairs
     """Copies in different splits. Each pair contains the first occurrence and a later one."""
     contradictory: Pairs
-    """Copies with different labels; pairs are as in `across`."""
+    """Copies with different labels. Each pair contains the first occurrence and a later one."""
 
     @property
     def sound(self) -> bool:
@@ -212,8 +212,8 @@ def notes_on(plan: Plan, task: Task) -> list[str]:
 def without_broken(
     plan: Plan, *, on_progress: OnProgress = lambda num: None
 ) -> tuple[Plan, list[str]]:
-    """Remove unreadable images from a plan. Return the plan (with `Plan.skipped`) and the reason
-    for each removed image.
+    """Remove unreadable images from a plan. Return the new plan, whose `skipped` contains the keys
+    of the removed images, and an error message for each removed image.
 
     Raises ValueError if more than 5 % of the images of a split, or of a class in all splits
     together, are unreadable. The limit is rounded up to a whole number of images.

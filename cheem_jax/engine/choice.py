@@ -24,9 +24,10 @@ from cheem_jax.engine.whole import Whole
 
 Name = Literal["stages", "whole", "scan"]
 DISPATCH_BOUND = 1.5e11
-"""Number of FLOPs of a batch's forward pass. If there is no measurement for an accelerator, the
-host's dispatches are assumed to limit the speed of passes with fewer FLOPs. The number is estimated
-for an H100 from the number of kernels in a pass and the bytes that the kernels read."""
+"""FLOPs limit for an accelerator without measurements. If the forward pass of a batch has fewer
+FLOPs, the host's dispatches are assumed to limit the speed of the pass, and `scan` is chosen. The
+limit is estimated for an H100 from the number of kernels in a pass and the bytes that the kernels
+read."""
 
 
 @dataclasses.dataclass(frozen=True)

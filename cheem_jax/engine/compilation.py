@@ -139,7 +139,8 @@ def enable_cache() -> Path | None:
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
         try:
-            # JAX looks up the names of the owner and the group when it writes a function
+            # JAX looks up the names of the owner and the group whenever it writes a function. Look
+            # them up here first: a missing name raises KeyError.
             probe.owner()
             probe.group()
         finally:

@@ -62,8 +62,9 @@ class Tokens(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """The start of a pass, given by the numbers `rows` `[B]` of its rows in a data set `values`
-    `[M, ...]` on the device. `block` is None if the data set contains images."""
+    """The start of a pass: the rows with the numbers `rows` `[B]` of the data set `values`
+    `[M, ...]` on the device. The data set contains tokens of `block`, or images if `block` is
+    None."""
 
     block: int | None
     values: jax.Array
@@ -125,7 +126,8 @@ class Setup(NamedTuple):
     num_classes: int
     update: Update
     blank: tuple[Any, Any]
-    """Learners of zeros for Adapt and for New, which fill unused slots."""
+    """Two learners of zeros, one for Adapt and one for New. `scan` uses them for experts and blocks
+    without a learner."""
 
 
 class Trained(NamedTuple):
@@ -392,7 +394,7 @@ class Executor(abc.ABC):
         """Trace the blocks from `begin` to `until` (exclusive). The weights of these blocks are in
         `blocks`, and their ops in `ops`.
 
-        Returns the tokens of block `until`, and the output and the component of each block.
+        Returns the tokens of block `until`, and each block's output and component output.
         """
         results = []
         for i in range(begin, until):

@@ -57,15 +57,16 @@ class HostImages(Feed):
         self.executor, self.images = executor, images
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
-        """See `Feed.follow`; files are read ahead."""
+        """Yield the tokens of block 0 for each array of row numbers. Files are read ahead."""
         return map(self.executor.begin, self.executor.layout.read(self.images, order))
 
     def on(self, executor: Executor) -> Feed:
-        """See `Feed.on`."""
+        """Return a feed of the same images for `executor`."""
         return HostImages(executor, self.images)
 
     def parts(self, order: Sequence[np.ndarray]) -> Iterator[Feed]:
-        """See `Feed.parts`; each image is read once for all devices."""
+        """Yield a separate feed for each array of row numbers. Each image is read only once, even
+        if more than one device uses the feed."""
         return (HostImages(self.executor, images) for images in in_turn(self.images, order))
 
 
@@ -77,15 +78,16 @@ class Subset(Feed):
         self.block = feed.block
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
-        """See `Feed.follow`."""
+        """Yield the source of a pass for each array of row numbers. The numbers count the rows of
+        this subset."""
         return self.feed.follow([self.rows[rows] for rows in order])
 
     def at(self, epoch: int) -> Feed:
-        """See `Feed.at`."""
+        """Return the same subset of the feed for one training epoch."""
         return Subset(self.feed.at(epoch), self.rows)
 
     def on(self, executor: Executor) -> Feed:
-        """See `Feed.on`."""
+        """Return the same subset of the feed for `executor`."""
         return Subset(self.feed.on(executor), self.rows)
 
 
@@ -101,11 +103,11 @@ class Cached(Feed):
         self.block, self.layout, self.values = block, layout, values
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
-        """See `Feed.follow`."""
+        """Yield the source of a pass for each array of row numbers."""
         return map(self._gather, order)
 
     def on(self, executor: Executor) -> Feed:
-        """See `Feed.on`."""
+        """Return a feed of the same values for `executor`, which runs on one of the devices."""
         place = self.layout.devices.index(executor.layout.devices[0])
         return Cached(executor.layout, self.block, self.layout.copy(self.values, place))
 

@@ -34,7 +34,8 @@ class Networks(Protocol):
 
     @property
     def codes(self) -> Sequence[Sequence[int]]:
-        """Codes `[L]` of the blocks of each network."""
+        """For each network, the codes `[L]` of its blocks. If two networks have the same code at a
+        block, their experts at that block are identical."""
         ...
 
     def network(self, index: int) -> Network: ...
@@ -167,11 +168,11 @@ def bucket_sizes(rows: int) -> tuple[int, ...]:
 
 
 def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-    """Cut `rows` into parts whose lengths are among `sizes`, largest first. Return each padded part
-    with its number of unpadded rows.
+    """Cut `rows` into parts whose lengths are among `sizes`, and pad the last part if necessary.
+    Return each part with its number of rows without padding. `sizes` are in descending order.
 
-    The last part is padded to the smallest size that contains it. A part is padded only if it fills
-    at least half of that size, or if there is no smaller size.
+    The rest of the rows is padded to the smallest size that contains it if it fills at least half
+    of that size, or if all sizes are larger. Otherwise, the rest is cut into smaller parts.
     """
     parts = []
     start = 0

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def no_progress(num_images: int, note: str = "", /) -> None:
-    """Do nothing; an `Advance` for passes whose progress is not displayed."""
+    """Do nothing. This is the `Advance` callback of passes whose progress is not displayed."""
 
 
 class TokenMeans(NamedTuple):

@@ -58,8 +58,8 @@ class Tables(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Inputs of K steps: slots and op kinds per block, data, learning rates, and `counts`, which is
-    false for steps that only fill the call."""
+    """Inputs of K steps: slots and op kinds per block, data, and learning rates. `counts` is false
+    for padding steps, whose results are discarded."""
 
     slots: Int[np.ndarray, "K blocks"]
     adapts: Bool[np.ndarray, "K learning"]
@@ -101,7 +101,7 @@ class Scan(Executor):
         self._pass = self.jit(self._trace_forward, static_argnums=(0, 1))
 
     def on(self, place: int) -> Executor:
-        """See `Executor.on`."""
+        """Return a copy of the executor for device number `place` (see `Executor.on`)."""
         one = super().on(place)
         assert isinstance(one, Scan)
         one.nothing = self.layout.copy(self.nothing, place)

@@ -1,9 +1,9 @@
 """Run the search on more than one device: each device evaluates some of the candidates on all
 validation images.
 
-Splitting each batch over the devices instead would need a sum over devices at every block.
-Candidates that share a prefix tend to be evaluated on the same device, which runs the prefix once
-(`Stages.walk`).
+If each batch were split over the devices instead, every block would need a sum over devices,
+because a forward pass sums the CLS tokens of a batch at every block. Candidates that share a prefix
+tend to be evaluated on the same device, which runs the prefix once (`Stages.walk`).
 """
 
 import itertools
@@ -103,7 +103,8 @@ def _on_devices(
         for place in layout.local
         if groups[place]
     }
-    # each pass splits its batch into calls of `executor.forward_rows` images
+    # `evaluate` runs up to `executor.forward_rows` images per call, so smaller batches would mean
+    # smaller calls
     size = max(batch_size, executor.forward_rows(batch_size, num))
     order = [batch.rows[: batch.size] for batch in batches(np.arange(num), size)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:

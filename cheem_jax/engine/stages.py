@@ -106,7 +106,8 @@ class Stages(Executor):
         self._loss = self.jit(loss_and_gradients)
 
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
-        """See `Executor.rows`."""
+        """Return the number of images per call, a divisor of `batch_size`. On a CPU, limit the
+        widest activations of a block to `working_set` bytes."""
         per_image = 4 * self.config.num_tokens * self.config.mlp_width
         if not self.device.is_host or self.layout.is_many or batch_size * per_image <= working_set:
             return batch_size
@@ -114,8 +115,11 @@ class Stages(Executor):
         return max(num for num in range(1, largest + 1) if batch_size % num == 0)
 
     def each(self, function: Callable[[P], R], pieces: Iterable[P]) -> Iterator[R]:
-        """See `Executor.each`. The first piece runs alone, so that two threads do not compile the
-        same functions."""
+        """Apply `function` to each piece of a forward pass, and yield the results in order.
+
+        On a CPU, two pieces run at the same time. Only the first piece runs alone, so that two
+        threads do not compile the same functions.
+        """
         if not self.device.is_host or self.layout.is_many:
             yield from map(function, pieces)
             return

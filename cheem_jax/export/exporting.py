@@ -53,7 +53,7 @@ TOLERANCE = 1e-4
 """Maximum difference between the results of the file and those of the network. If the largest
 absolute logit exceeds 1, the difference is relative to that logit."""
 NUM_IMAGES = 6
-"""Number of images per call of the check; it is fixed, so that few functions are compiled."""
+"""Number of images in each batch of the check; it is fixed, so that few functions are compiled."""
 NUM_CANDIDATES = 4 * NUM_IMAGES
 NUM_STEPS = 100
 """Maximum number of steps that change an image until the router infers the intended task."""
@@ -324,10 +324,10 @@ def leading(
     """Change each image, in at most NUM_STEPS steps, until the router infers its intended task. The
     intended tasks of the images are in `tasks`.
 
-    Each step changes the pixels against the sign of a gradient, to reduce one value. While another
-    task is nearer, this value is the distance to the intended task minus the distance to the
-    nearest other task. Afterwards, the value is the amount by which the distance to the intended
-    task's nearest centroid exceeds the task's threshold.
+    Each step reduces one value: it changes the pixels against the sign of the value's gradient.
+    While a task other than the intended task is nearer, the value is the distance to the intended
+    task minus the distance to the nearest other task. Afterwards, the value is the amount by which
+    the distance to the intended task's nearest centroid exceeds the task's threshold.
     """
     distances = distances_of(subject)
     to_own = to_centroids(subject)
@@ -343,7 +343,7 @@ def leading(
         )
         lag = distance[rows, tasks] - others
         beyond = to_own(features)[rows, tasks] - thresholds[tasks]
-        # a margin against rounding
+        # The conditions include a margin, so that rounding does not change the inferred task.
         lags, is_beyond = lag > -1e-4 * jnp.abs(others), beyond > -1e-4 * thresholds[tasks]
         remaining = jnp.where(lags, lag, jnp.where(is_beyond, beyond, 0.0))
         return remaining.sum(), lags | is_beyond
@@ -369,8 +369,8 @@ def leading(
 
 
 class _Routing:
-    """Images with different inferred tasks (every task, if possible), and the router's distances
-    for these images."""
+    """Images for which the router infers different tasks (every task, if possible), and the
+    router's distances for these images."""
 
     def __init__(self, subject: Subject):
         candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
@@ -382,7 +382,7 @@ class _Routing:
             led = leading(subject, candidates[begin[unseen]], np.asarray(unseen, np.int32))
             candidates = np.concatenate([candidates, led])
             distance, nearest, beyond = self._routed(subject, candidates)
-        # First one image per inferred task, then other images until the last batch is full.
+        # Select one image per inferred task, and then other images until the last batch is full.
         _, first = np.unique(np.where(beyond <= 0, nearest, -1), return_index=True)
         others = [row for row in range(len(candidates)) if row not in first]
         rows = [*first, *others[: -len(first) % NUM_IMAGES]]

@@ -217,7 +217,8 @@ def _widened(subject: Subject, head: Head) -> Head:
 
 
 def num_bytes(subject: Subject, index: int | None) -> int:
-    """Return the number of bytes of all distinct arrays of the backbone and the ops in a file."""
+    """Return the total number of bytes of the distinct backbone and op arrays that a file
+    contains."""
     networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
     leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
     return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
@@ -260,8 +261,8 @@ def to_centroids(subject: Subject) -> Distances:
 
 
 def _nearest(points: Float[Array, "B E"], rows: Float[np.ndarray, "C E"]) -> Float[Array, "B"]:
-    # squared differences are summed directly, because the expanded form loses precision by
-    # cancellation in float32
+    # Squared differences are summed directly, because the expanded form |a|^2 - 2 a b + |b|^2 loses
+    # precision by cancellation in float32.
     return ((points[:, None] - rows) ** 2).sum(axis=-1).min(axis=1)
 
 
@@ -278,16 +279,17 @@ def stablehlo(program: ImageFunction, image_size: int) -> Artefact:
       content = bytearray(Path("memory.stablehlo").read_bytes())
       outputs = jax.export.deserialize(content).call(images)
     """
-    from jax import export  # needs flatbuffers to write a file
+    from jax import export  # writing a file requires flatbuffers, an optional package
 
     (batch,) = export.symbolic_shape("batch")
     images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.uint8)
     # JAX creates the attributes of its settings at run time, so type checkers do not know them
     before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
-    # so that the file contains no source paths of this machine
+    # With this setting, the file contains no source paths of this machine.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
-        # otherwise, accelerators would round operands and differ from a CPU
+        # With the default precision, an accelerator would round the operands of products, and its
+        # results would differ from those of a CPU.
         with jax.default_matmul_precision("highest"):
             # This is a new function object, because JAX's cache can contain traces of `program`
             # with another precision.

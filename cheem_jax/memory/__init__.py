@@ -18,7 +18,8 @@ __all__ = ["OpenMemory", "TaskScore", "TaskInfo", "begin_with", "create", "open_
 
 
 def __getattr__(name: str) -> Any:
-    # The names are imported on first use, because importing `contents` must not import JAX.
+    # The names are imported on first use, because importing the submodule `contents` must not
+    # import JAX.
     if name not in __all__:
         raise AttributeError(f"module 'cheem_jax.memory' has no attribute {name!r}")
     module = "opened" if name in ("OpenMemory", "TaskScore", "TaskInfo") else "making"

@@ -27,7 +27,8 @@ from cheem_jax.run.session import Session
 def read_new_tasks(
     state: MemoryState, data: Data, name: str | None, extend: str | None, progress: Progress
 ) -> tuple[Task, ...]:
-    """Read the tasks to learn; `name` or `extend` replaces the task name in the data.
+    """Read the tasks to learn. If `name` or `extend` is set, it replaces the name of the only task
+    in `data`.
 
     A name that the memory contains in another Unicode form is replaced by the memory's form. Raises
     ValueError if the tasks do not fit the memory.
@@ -66,7 +67,8 @@ def read_new_tasks(
 
 
 def conditions(config: MemoryConfig, engine: EngineConfig) -> dict[str, Any]:
-    """Return the conditions under which the memory learns; the record stores their digest."""
+    """Return the fingerprint of all conditions that determine the learned tasks, such as settings,
+    data and device. The record stores the digest of the fingerprint."""
     names = ("backbone", "image_size", "seed", "weights_sha256", "data_sha256")
     return fingerprint.take(
         {
@@ -89,8 +91,8 @@ def learn_tasks(
     """Learn all tasks that the memory has not learned yet; yield the state after each task.
 
     `extend` is the name of a learned task, which is extended by the images of the only task in
-    `tasks`. See `resolve_interrupted` for `discard`. Raises the errors of `check_new` and
-    `resolve_interrupted`.
+    `tasks`. If `discard` is set, an interrupted task is removed, unless it is the first new task.
+    Raises the errors of `check_new` and `resolve_interrupted`.
     """
     session.checkpoints = state.root.parent
     hashes = {task.name: fingerprint_data(task) for task in tasks}
@@ -144,11 +146,13 @@ def check_new(state: MemoryState, hashes: Mapping[str, str]) -> None:
 def resolve_interrupted(
     state: MemoryState, hashes: Mapping[str, str], discard: bool
 ) -> MemoryState:
-    """Return a state in which the new tasks can be learned.
+    """Return a state in which the new tasks can be learned. New tasks are the tasks in `hashes`
+    (fingerprints of data, keyed by task name) that the memory has not learned from these data.
 
-    If the interrupted task is the first of the new tasks, it stays in the state and resumes.
-    Otherwise, the interrupted task is removed if `discard` is set. Raises ValueError if `discard`
-    is not set, there are new tasks, and the first of them is not the interrupted task.
+    Without an interrupted task, the state does not change. If the interrupted task is the first new
+    task, it stays in the state and resumes. Any other interrupted task is removed if `discard` is
+    set. Raises ValueError for such an interrupted task if `discard` is not set and there are new
+    tasks.
     """
     interrupted = state.interrupted
     new = [
@@ -237,10 +241,10 @@ def learn_task(
 def measure(
     state: MemoryState, tasks: Sequence[Task], setup: LearnerSetup, session: Session
 ) -> None:
-    """Add missing evaluations to the record, which has one evaluation per learned task; `tasks`
-    contain the test images."""
+    """Add missing evaluations to the record. A complete record has one evaluation per learned task.
+    `tasks` contain the test images."""
     evaluated = {entry["index"] for entry in read(state.directory) if entry["event"] == "evaluated"}
-    # The data of an extension can lack test images; the validation images replace them.
+    # The data of an extension can lack test images; validation images are used instead.
     available = {
         task.name: task if len(task.test.labels) else dataclasses.replace(task, test=task.val)
         for task in tasks
@@ -248,7 +252,8 @@ def measure(
     learner = setup.learner(state.internal)
     last = len(state.names) - 1
     for index in sorted(set(range(last + 1)) - evaluated):
-        # With all tasks learned, accuracies with fewer learned tasks cannot be measured anymore.
+        # The memory already contains all tasks, so accuracies after fewer tasks cannot be measured
+        # anymore. None stands for a task without images.
         learned = [
             available.get(name) if index == last else None for name in state.names[: index + 1]
         ]
@@ -262,9 +267,9 @@ def forget_tasks(
     """Forget all named tasks, or none of them if a name is unknown. `names` can contain the
     interrupted task.
 
-    Raises ValueError for an unknown name, and if there is an interrupted task that `names` lacks.
+    Raises ValueError for an unknown name, and if an interrupted task is not in `names`.
     """
-    read(state.directory)  # a corrupted record raises before anything changes
+    read(state.directory)  # raises for a corrupted record before anything changes
     names = state.spelled(names)
     saved = names
     if (interrupted := state.interrupted) is not None:

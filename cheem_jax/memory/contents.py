@@ -20,8 +20,8 @@ FORMAT = "cheem_jax-memory/1"
 RUN_FORMAT = "cheem_jax-run/1"
 WEIGHTS = "backbone.safetensors"
 BASE = "base"
-"""Name of the pretraining data as a target of predictions, and of the folder with their router
-statistics."""
+"""Name of the pretraining data as a target of predictions, and name of the folder with the router
+statistics of these data."""
 SETTINGS = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "upright")
 """Settings that `cheem info` displays."""
 COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
@@ -55,7 +55,8 @@ class MemoryConfig:
     upright: bool
     """Whether images are rotated according to their EXIF orientation."""
     generation: int = 1
-    """Number of the generation whose checkpoints are valid."""
+    """Number of the valid generation. Forgetting or extending a task writes all checkpoints as a
+    new generation."""
     tasks: tuple[str, ...] = ()
     """Task names in learning order."""
     data_sha256: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -64,9 +65,11 @@ class MemoryConfig:
     num_learned: int = 0
     """Number of tasks that were ever learned, including forgotten tasks."""
     learning: dict[str, Any] | None = None
-    """Name, number and data fingerprint of the task that is being learned."""
+    """Name, number and data fingerprint of the task that is being learned; None if no task is being
+    learned."""
     forgetting: tuple[dict[str, Any], ...] | None = None
-    """Forgotten tasks that still have to be removed from the record, by descending index."""
+    """Forgotten tasks that still have to be removed from the record, sorted by descending index;
+    None after the removal."""
     replaced: tuple[int, ...] = ()
     """Former numbers of extended tasks; each extension assigns a new number to the task."""
     extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
@@ -101,8 +104,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def parse_config(values: Mapping[str, Any], directory: Path) -> MemoryConfig:
-    """Convert the values of `config.json` to a MemoryConfig. Raises the errors of
-    `parse_settings`."""
+    """Convert the values of `config.json` to a MemoryConfig. Raises ValueError for unknown or
+    missing settings."""
     settings = {name: value for name, value in values.items() if name != "format"}
     return parse_settings(MemoryConfig, settings, directory / NAME)
 
@@ -180,7 +183,7 @@ def describe(
 
 
 def unfinished(config: MemoryConfig, next_number: int) -> dict[str, Any] | None:
-    """Return the task whose learning was interrupted; None if there is none.
+    """Return the task whose learning was interrupted; None if no task was interrupted.
 
     `next_number` is the number of the next new task; a task with a lower number is already saved.
     """
@@ -192,10 +195,11 @@ def read_info(directory: Path) -> dict[str, Any] | None:
     """Read the values of `OpenMemory.info` without importing JAX.
 
     The values are read from the record and from the metadata of the tasks. The hashes of files are
-    checked, but the hashes of array contents are not. Returns None if the values can only be
-    computed by opening the memory: the directory is a run, or the memory started with the tasks of
-    a run, is empty or corrupted, is being changed by another process, contains an adapted expert
-    that became a full expert, or has an incomplete record.
+    checked, but the hashes of array contents are not. Returns None if the memory has to be opened
+    to compute the values. This applies to a run, and to a memory that started with the tasks of a
+    run, is empty or corrupted, is being changed by another process, contains an adapted expert that
+    became a full expert, or has an incomplete record.
+
     Raises ValueError if the directory is neither a memory nor a run.
     """
     values = read_config(directory)
@@ -207,7 +211,7 @@ def read_info(directory: Path) -> dict[str, Any] | None:
 
 def _read_info(directory: Path, values: Mapping[str, Any]) -> dict[str, Any] | None:
     config = parse_config(values, directory)
-    # tasks of a run are not calibrated, but the code below assumes calibrated tasks
+    # tasks of a run are not calibrated, but the code below reports all tasks as calibrated
     if values["format"] != FORMAT or config.forgetting or config.begun_with_sha256:
         return None
     _, header = read_tensors(directory / WEIGHTS)

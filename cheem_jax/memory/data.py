@@ -32,7 +32,7 @@ def read_tasks(
     """Return the tasks in `data`, or read tasks from a data source that `cheem learn` accepts.
 
     A data source is a folder, a zip file, a TOML file or the name of a benchmark. Raises ValueError
-    for tasks that do not fit `purpose`. `only`: see `load_tasks`.
+    for tasks that do not fit `purpose`. `only` restricts reading to one split, as in `load_tasks`.
     """
     match data:
         case Task():
@@ -66,8 +66,8 @@ def decode(
 ) -> tuple[Task, ...]:
     """Decode the images of planned tasks, and report ignored files and suspicious images.
 
-    `upright`: whether images are rotated according to their EXIF orientation; `only`: see
-    `load_tasks`.
+    `upright`: whether images are rotated according to their EXIF orientation. `only` restricts
+    decoding to one split, as in `load_tasks`.
     """
     plans = [plan.turned(upright) for plan in plans]
     if progress is None:
@@ -88,8 +88,8 @@ def decode(
 
 
 def list_images(path: Path) -> tuple[list[str], list[str]]:
-    """List the images in a folder and its subfolders, with notes on other files. If `path` is a
-    file, it is the only item of the list.
+    """Return the paths of all images in a folder and its subfolders, and notes on other files. If
+    `path` is a file, return only this path, without notes.
 
     Raises ValueError if the folder contains no images.
     """
@@ -132,11 +132,11 @@ class NamedFiles(FolderFiles):
                 )
 
     def where(self, row: int) -> str:
-        """See `FolderFiles.where`."""
+        """Return the path of the file at `row`, or `-` for an image that is not a file."""
         return self.keys[row]
 
     def picture(self, row: int) -> bytes | Image.Image:
-        """See `Encoded.picture`."""
+        """Return the image at `row` for decoding, as bytes or as a PIL image."""
         match image := self.images[row]:
             case Image.Image():
                 with self._loading:  # otherwise, two threads could load the same open file at once
@@ -149,5 +149,5 @@ class NamedFiles(FolderFiles):
         return super().picture(row)
 
     def file(self, row: int) -> Path:
-        """See `FolderFiles.file`."""
+        """Return the absolute path of the file at `row`."""
         return absolute(self.keys[row])

@@ -9,8 +9,8 @@
     evaluated.json                  latest accuracies, measured by `cheem evaluate`
 
 Learning a task adds a directory. Forgetting or extending a task writes a new generation next to the
-old generation, and then marks the new generation as valid in `config.json`. The next process that
-writes removes the unfinished files of a killed process.
+old generation, and then marks the new generation as valid in `config.json`. Unfinished files of a
+killed process are removed by the next process that changes the memory.
 """
 
 import contextlib
@@ -44,7 +44,8 @@ DERIVED = (
     "figures",
     "tensorboard",
 )
-"""Files and folders derived from the record. They contain names and classes of tasks."""
+"""Files and folders that are derived from the record. They are removed when a task is forgotten,
+because they contain names and classes of tasks."""
 
 
 def write_config(directory: Path, config: MemoryConfig) -> None:
@@ -56,8 +57,8 @@ def write_config(directory: Path, config: MemoryConfig) -> None:
 def write_generation(
     directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory
 ) -> None:
-    """Write the checkpoints of the next generation. They become valid when the caller then changes
-    `config.json`.
+    """Write the checkpoints of the next generation. The new checkpoints become valid when the
+    caller writes the number of the new generation to `config.json`.
 
     Unchanged tasks share their files with the previous generation.
     """
@@ -80,8 +81,8 @@ def write_generation(
 
 
 def _link(source: str, target: str) -> None:
-    """Hard-link a file of a task, or copy it if the file system does not support links. Files of
-    saved tasks are never written again."""
+    """Hard-link a file of a task, or copy it if the file system does not support links. Links are
+    safe, because files of saved tasks are never written again."""
     try:
         os.link(source, target)
     except OSError:
@@ -100,7 +101,7 @@ def remove_old_generations(directory: Path, generation: int) -> None:
 
 
 def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemory) -> None:
-    """Remove the tasks in `config.forgetting` from the record, and remove all derived files.
+    """Remove the tasks in `config.forgetting` from the record, and remove the files in `DERIVED`.
 
     `memory` is the memory without these tasks. Repeating the call changes nothing.
     """
@@ -145,11 +146,13 @@ def new_directory(directory: Path) -> Iterator[Path]:
     """Yield a hidden folder. When the block ends, the folder's content becomes the content of
     `directory`.
 
-    If the block fails, nothing is left behind. A new directory is created by renaming the hidden
-    folder. An existing directory can be a mount point, or its parent can be read-only, so the
-    hidden folder is then created inside the directory, and `config.json` is moved last. Raises
-    ValueError if the directory is not empty, and OSError with the directory's name if the hidden
-    folder cannot be created.
+    If the block fails, nothing is left behind. If `directory` does not exist, the hidden folder is
+    created next to it and renamed at the end. If `directory` exists, it can be a mount point, or
+    its parent can be read-only. The hidden folder is therefore created inside `directory`, and its
+    content is moved at the end, `config.json` last.
+
+    Raises ValueError if `directory` is not empty, and OSError with the name of `directory` if the
+    hidden folder cannot be created.
     """
     check_free(directory)
     directory = directory.resolve()
@@ -188,8 +191,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 
 def remove_memory(directory: Path) -> None:
-    """Remove a memory. Hidden files of other software stay, and so does the folder if it contains
-    any."""
+    """Remove a memory. If the folder contains hidden files of other software, these files and the
+    folder stay."""
     (directory / NAME).unlink(missing_ok=True)  # without this file, the folder is not a memory
     for path in list(directory.iterdir()):
         if path.name.startswith(OURS) or not is_of_system(path.name):

@@ -28,7 +28,8 @@ from cheem_jax.data.task import Split, Task, composed, spelled_as
 
 Statistics = Mapping[str, np.ndarray]
 SAMPLES = 20_000
-"""Number of samples over all classes of a task. A class has at least 10 and at most 200 samples."""
+"""Number of features that are sampled for a task, divided among its classes. At least 10 and at
+most 200 features are sampled per class."""
 MOVE_PENALTIES = (0.001, 0.01, 0.1, 1.0, 10.0)
 """Ridge penalties per image; `move_samples` selects one of them by cross-validation."""
 SHRINKAGE = 0.1
@@ -67,7 +68,8 @@ def label_among(learned: Sequence[str], task: Task) -> Task:
 def absent_classes(task: Task, learned: TaskMemory) -> list[str]:
     """List the learned classes that have no new image.
 
-    Raises ValueError if there are such classes, but no statistics that could replace their images.
+    Raises ValueError if there are such classes, but the task has no statistics to replace their
+    images.
     """
     present = set(task.train.labels.tolist())
     absent = [name for label, name in enumerate(learned.classes) if label not in present]
@@ -101,15 +103,16 @@ class Candidate(NamedTuple):
     new: float
     """Accuracy on the new validation images."""
     old: float | None
-    """Accuracy on samples of the earlier classes; None without their statistics."""
+    """Accuracy on samples of the earlier classes; None if the task has no statistics."""
 
 
 def best_candidate(candidates: Sequence[Candidate]) -> Candidate:
-    """Select the candidate with the highest accuracy.
+    """Select the most accurate candidate.
 
     If the first candidate is the unchanged task, another candidate is selected only if it is more
     accurate on the new validation images and not less accurate on the samples of earlier classes.
-    If there are new classes, the sum of both accuracies decides.
+    If the first candidate is not the unchanged task, the task has new classes. In this case, the
+    candidate with the highest sum of both accuracies is selected.
     """
     first = candidates[0]
     if first.kind != "unchanged":
@@ -159,14 +162,14 @@ def new_temperature(
     val: Float[np.ndarray, "V D"],
     val_labels: Int[np.ndarray, "V"],
 ) -> float:
-    """Fit the temperature of a new head on the same network.
+    """Fit the temperature of `head`, a new head on the network of `task`.
 
     Returns the geometric mean of two temperatures whose errors have opposite signs. With the first
     temperature, samples of the earlier classes have the same mean log-probability as with the
     task's old head and old temperature. The first temperature is too low if many classes are new:
-    samples are easier than images, and new classes lower the log-probability of the earlier ones.
-    The second temperature is fitted to the new validation images. It is too high, because the
-    network has not learned the classes of these images.
+    samples are easier to classify than images, and new classes lower the log-probability of earlier
+    classes. The second temperature is fitted to the new validation images. The second temperature
+    is too high, because the network has not learned the classes of these images.
     """
     wanted = log_probability(compute_logits(samples, task.head) / task.temperature, labels)
     logits = compute_logits(samples, head)

@@ -59,7 +59,7 @@ def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotte
 
 
 def without_numbers(memory: InternalMemory, *numbers: int, erase: bool = False) -> Forgotten:
-    """Return the memory without the tasks that have these numbers; see `forget`."""
+    """Return the memory without the tasks that have these numbers; `erase` works as in `forget`."""
     tasks = tuple(
         task for n, task in zip(memory.numbers, memory.tasks, strict=True) if n not in numbers
     )

@@ -43,9 +43,9 @@ def push(
     """Replace the memory in the repository `OWNER/NAME` with the memory in `directory`, in a single
     commit.
 
-    A missing repository is created; it is private unless `public`. Returns the names of the pushed
-    files. Raises ValueError for a run or an interrupted task, the errors of `open_memory`, and
-    OSError with a hint if the hub refuses the request or does not answer.
+    A missing repository is created; it is private unless `public` is set. Returns the names of the
+    pushed files. Raises ValueError for a run or an interrupted task, the errors of `open_memory`,
+    and OSError with a hint if the hub refuses the request or does not answer.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
     from huggingface_hub.errors import RepositoryNotFoundError

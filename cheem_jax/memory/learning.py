@@ -1,7 +1,7 @@
 """Change the internal memory: `learn` adds a task, and `extend` trains a task on more images.
 
-Both also store quantiles of the task's router distances for open-set prediction, the temperature of
-its class probabilities, and statistics of its classes (see `extending`).
+Both functions also store quantiles of the task's router distances for open-set prediction, the
+temperature of its class probabilities, and statistics of its classes (see `extending`).
 """
 
 import dataclasses
@@ -150,9 +150,9 @@ def extend(
 ) -> tuple[InternalMemory, dict[str, Any]]:
     """Replace the task at `index` by a task that has also learned the images of `task`.
 
-    `task` is a result of `label_among`, and `earlier` is the latest report of the task at `index`.
-    Returns the memory with the extended task as its last task, and the report. Predictions of all
-    other tasks stay the same.
+    `task` was relabelled by `label_among`, so its first classes are the learned classes. `earlier`
+    is the latest report of the task at `index`. Returns the memory with the extended task as its
+    last task, and the report. Predictions of all other tasks stay the same.
     """
     before = memory.tasks[index]
     name = task.name
@@ -270,7 +270,7 @@ class MemoryLearner(Cheem):
             else choice
             for block, choice in enumerate(before.architecture)
         )
-        # the supernet contains only this architecture
+        # the supernet contains only the experts of this architecture, and expert 0 of every block
         used = tuple((0, choice.expert) if choice.expert else (0,) for choice in architecture)
         chosen = tuple(
             Choice(choice.kind, None if choice.expert is None else block.index(choice.expert))
@@ -289,7 +289,8 @@ class MemoryLearner(Cheem):
         )
         params = {(block, chosen[block]): params for block, params in experts.items()}
         fitting = SupernetFit(supernet, supernet.start_from(params, head))
-        # keep this state, because a rolling checkpoint without it could have no arrays
+        # Orbax cannot store an empty tree, and without this state, a rolling checkpoint could have
+        # no arrays
         if "finetune" not in learning.underway.fits:
             learning.underway.keep("finetune", fitting)
 

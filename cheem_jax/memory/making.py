@@ -139,7 +139,8 @@ def _base_target(
     pretrained: Pretrained,
     engine: EngineConfig,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arrays and metadata of the checkpoint that makes the pretraining data a target."""
+    """Return the arrays and the metadata of the checkpoint from which the memory predicts the
+    classes of the pretraining data."""
     num = pretrained.config.num_classes
     if names is None:
         is_named = len(task.classes) == num
@@ -192,9 +193,9 @@ def begin_with(
 ) -> OpenMemory:
     """Create a memory from the tasks of a finished run of CHEEM; the run stays unchanged.
 
-    New tasks are compared with the same means of the pretraining data as in the run. Raises
-    ValueError if the weights do not contain these means, and the errors of `open_memory` and
-    `create`.
+    New tasks are compared with the same mean CLS tokens of the pretraining data as in the run.
+    Raises ValueError if the weights do not contain these tokens, and the errors of `open_memory`
+    and `create`.
     """
     directory = absolute(directory)
     source = open_memory(run, weights=weights, engine=engine)
@@ -207,8 +208,9 @@ def begin_with(
     means_sha256 = find_base_means(
         source.pretrained, method, source.engine.precision, images=None, progress=Progress()
     ).means_sha256
-    # A run that measured the means itself recorded only a hash of the images, because measured
-    # means depend on the hardware. For such a run, any means in the weights are accepted.
+    # A run that measured the mean CLS tokens itself recorded only a hash of the images, because
+    # measured values depend on the hardware. For such a run, any mean CLS tokens in the weights are
+    # accepted.
     is_same = (
         means_sha256 is not None
         if values.get("base_data_sha256")
@@ -260,7 +262,7 @@ def open_memory(
 
     Args:
         weights: weights of a run; by default, the weights that the run used. A memory contains its
-            weights and accepts only identical ones.
+            weights and accepts only identical weights.
         usable: open a corrupted memory with its intact tasks only. `OpenMemory.lost` then contains
             the error of each corrupted task.
 

@@ -197,7 +197,7 @@ class OpenMemory:
         Args:
             task: name of the true task of all images. If it is set, the router is not used.
             memory_gb: size of the cache of merged experts in GiB (2^30 bytes); by default, the
-                budget of the engine. Predictions do not depend on it.
+                budget of the engine. Predictions do not depend on this size.
             batch_sizes, top, open_set: see `Predictor`.
         """
         settings = tuple(batch_sizes), top, open_set, task, memory_gb
@@ -344,9 +344,9 @@ class OpenMemory:
 
     def forget(self, *names: str, erase: bool = False) -> Forgotten:
         """Forget all named tasks, or none of them if an error is raised. Predictions of all other
-        tasks stay the same.
+        tasks stay the same. Experts that other tasks have adapted are only removed with `erase`.
 
-        `erase`: see `forgetting.forget`. Raises the errors of `forget_tasks`.
+        Raises the errors of `forget_tasks`.
         """
         self.check_writable()
         with hold(self.directory):

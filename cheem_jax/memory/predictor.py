@@ -48,7 +48,7 @@ class Prediction:
     """Classes of the inferred task by descending probability; empty without a task, and if logits
     are non-finite."""
     near: tuple[NearTask, ...] = ()
-    """All tasks by ascending distance."""
+    """All tasks, sorted by ascending distance from the image."""
     blocks: tuple[str, ...] = ()
     """Op of each block of the task's network, such as `reuse:0`, `adapt:2`, `new`, `skip`."""
     error: str = ""
@@ -57,12 +57,12 @@ class Prediction:
 
     @property
     def label(self) -> str | None:
-        """The most probable class; None without a class."""
+        """The most probable class; None if `guesses` is empty."""
         return self.guesses[0].label if self.guesses else None
 
     @property
     def probability(self) -> float | None:
-        """The probability of the most probable class within its task; None without a class."""
+        """Probability of the most probable class within its task; None if `guesses` is empty."""
         return self.guesses[0].probability if self.guesses else None
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +86,8 @@ class ArrayPredictions(NamedTuple):
     """Predictions as arrays, one row per image."""
 
     targets: Int[np.ndarray, "N"]
-    """Index of the inferred target; -1 if the image is assigned to no target."""
+    """Index of the inferred target, which is a task or the pretraining data; -1 if the image is
+    assigned to no target."""
     logits: list[Float[np.ndarray, "C"]]
     """Logits of the inferred target's classes; empty without a target."""
     distances: Float[np.ndarray, "N T"]
@@ -138,7 +139,8 @@ class Predictor:
         self.upright = upright
         statistics = tuple(target.router_statistics for target in targets)
         self.router = Router(router, statistics)
-        # distances of a `kmeans` router do not depend on other tasks, so the thresholds stay valid
+        # The `kmeans` router's distances to a task do not depend on other tasks, so the thresholds
+        # stay valid when tasks are added.
         self.open_set_router = self.router if router.kind == "kmeans" else Router(PAPER, statistics)
         self.thresholds: Float[np.ndarray, "T"] | None = None
         if open_set is not None:
@@ -159,8 +161,8 @@ class Predictor:
 
     @property
     def _quantiles(self) -> list[Float[np.ndarray, "Q"]]:
-        """Quantiles of the calibrated distances of each target. Raises ValueError if a target has
-        none."""
+        """Quantiles of the distances between each target and its validation images. Raises
+        ValueError if a target has no quantiles."""
         if lacking := [target.name for target in self.targets if target.distances is None]:
             raise ValueError(
                 f"{', '.join(lacking)} were learned without a calibrated distance, so open_set and"
@@ -261,7 +263,7 @@ class Predictor:
         nearest = np.argmin(distances, axis=1).astype(np.int32)
         if self.thresholds is not None:
             open_set = self._open_set_distances(tokens, distances, nearest)
-            nearest[~(open_set <= self.thresholds[nearest])] = -1  # also for NaN
+            nearest[~(open_set <= self.thresholds[nearest])] = -1  # also rejects NaN distances
         return distances, nearest
 
     def _open_set_distances(
@@ -270,8 +272,8 @@ class Predictor:
         distances: Float[np.ndarray, "N T"],
         nearest: Int[np.ndarray, "N"],
     ) -> Float[np.ndarray, "N"]:
-        """Compute the calibrated distance from each image to its nearest target; `distances` are
-        the distances of the router."""
+        """Return the distance between each image and its nearest target, for comparison with the
+        quantiles. `distances` are the distances of the router."""
         if self.open_set_router is not self.router:
             distances = self.open_set_router.distances(tokens)
         return distances[np.arange(len(nearest)), nearest]

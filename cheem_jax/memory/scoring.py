@@ -23,15 +23,15 @@ class TaskScore(NamedTuple):
     task: str
     num_images: int
     accuracy: float
-    """Share of images with the right task and class (task-agnostic)."""
+    """Share of images whose task and class are predicted correctly (task-agnostic)."""
     accuracy_given: float
-    """Share of images with the right class, with the task ID given."""
+    """Share of images whose class is predicted correctly, with the task ID given."""
     task_accuracy: float
-    """Share of images with the right task."""
+    """Share of images whose task is inferred correctly."""
     calibration_error: float
     """Expected calibration error (15 bins) of the class probabilities, with the task ID given."""
     images: str = ""
-    """Description of the images."""
+    """Description of the images, such as `the 40 test images`."""
 
 
 def score_task(
@@ -40,8 +40,8 @@ def score_task(
     """Score the predictions for one split of a task; classes are matched by name.
 
     If the data have no test split, the split `test` consists of the images that were held out when
-    the task was learned from these data, or of all images if it was learned from other data. Raises
-    ValueError if the split has no images, and for classes that the task has not learned.
+    the task was learned from these data, or of all images if the task was learned from other data.
+    Raises ValueError if the split has no images, and for classes that the task has not learned.
 
     Args:
         predictor: predictor of all tasks.
@@ -87,7 +87,11 @@ def score_task(
 
 def parts_of(task: Task, split: str, *, is_learned: bool) -> tuple[list[Split], str]:
     """Return the parts of a task that contain the images of `split`, and a description of these
-    images with `{}` in place of their number. Arguments and errors are those of `score_task`."""
+    images with `{}` in place of their number.
+
+    `is_learned`: whether the task was learned from these data. Raises ValueError if the split has
+    no images.
+    """
     parts = [task.splits[split]]
     text = "the {} " + f"{split} images"
     if split == "test" and "test" in task.cut:
@@ -172,7 +176,7 @@ def score_open_set(
 
 
 def to_evaluated(scores: Sequence[TaskScore]) -> dict[str, Evaluated]:
-    """Convert scores to the form that reports store, with the current date."""
+    """Convert scores to values for `evaluated.json`, keyed by task name, with the current date."""
     date = time.strftime("%Y-%m-%d %H:%M")
     return {
         one.task: Evaluated(

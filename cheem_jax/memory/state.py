@@ -52,7 +52,7 @@ class MemoryState:
     @property
     def interrupted(self) -> dict[str, Any] | None:
         """Name, number and data fingerprint of the task whose learning was interrupted; None if
-        there is none."""
+        no task was interrupted."""
         return unfinished(self.config, self.internal.next_number)
 
     def spelled(self, names: Sequence[str]) -> list[str]:
@@ -124,7 +124,8 @@ class MemoryState:
 
 
 def read_state(directory: Path, pool: Pool) -> MemoryState:
-    """Read the settings and the tasks of the valid generation; `pool` is the pool of the backbone.
+    """Read the settings and the tasks of the valid generation; `pool` contains only the backbone's
+    experts.
 
     Raises ValueError with the name of every corrupted or missing task.
     """
@@ -152,7 +153,8 @@ def read_state(directory: Path, pool: Pool) -> MemoryState:
 
 
 def read_base(directory: Path, vit: ViT) -> TaskMemory:
-    """Read the target of the pretraining data, whose network is the frozen backbone `vit`."""
+    """Read the pretraining data as a target of predictions. The network of this target is the
+    frozen backbone `vit`."""
     arrays, meta = load_task(directory / BASE)
     assert vit.head is not None and vit.head.bias is not None
     depth = vit.config.depth

@@ -99,11 +99,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 def difference_of_records(
     first: Sequence[Entry], second: Sequence[Entry], tasks: Sequence[str]
 ) -> Difference | None:
-    """Find the first difference between two records. Entries are paired by subject; `tasks`
-    contains the task names in learning order."""
+    """Find the first difference between two records. Entries of the two records that have the same
+    subject, such as a task and a method, are compared. `tasks` contains the task names in learning
+    order."""
     first_entries, second_entries = _by_subject(first, tasks), _by_subject(second, tasks)
     for subject in first_entries:
-        # The order of entries is ignored.
+        # Entries with the same subject can have different positions in the two records.
         if subject in second_entries and (
             leaves := find_differences(first_entries[subject], second_entries[subject])
         ):
@@ -129,8 +130,8 @@ def _different(subject: str, leaf: Leaf) -> Difference:
 
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:
-    """Return the entries of a record in order, keyed by subject. If a subject is repeated, a number
-    is appended to the key.
+    """Return the entries of a record in order, keyed by subject, such as a task and a method. If a
+    subject is repeated, a number is appended to the key.
 
     Entries that contain only circumstances are omitted, such as the entry of a process that resumed
     the run.

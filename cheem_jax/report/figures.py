@@ -303,7 +303,7 @@ def _draw(groups: Sequence[tuple[str, ExampleImages]], each: int, file: Path, ti
         for position in range(num):
             image = images[position * len(images) // num]
             at = x + position * wide
-            # a thin frame, because many images are white at the edge
+            # Draw a thin frame, because many images are white at the edge.
             drawing.rectangle((at - 1, y - 1, at + side, y + side), fill=FRAME)
             method = Image.Resampling.NEAREST if len(image) <= side else Image.Resampling.LANCZOS
             figure.paste(Image.fromarray(image).resize((side, side), method), (at, y))

@@ -31,8 +31,8 @@ MEMORY = "a memory, not a run of an experiment"
 
 
 MOST_RANK = 64
-"""Largest rank of LoRA-CL in the presets, and among the ranks from which the experiments select one
-by validation accuracy. Runs with larger ranks are references, so tables display their rank."""
+"""Largest rank of LoRA-CL in the presets and in experiments that select the rank by validation
+accuracy. Runs with larger ranks are references, so tables display their rank."""
 
 
 class RunRecord(NamedTuple):
@@ -65,7 +65,8 @@ class Recorded(NamedTuple):
     """Information about a run that the record contains, but `results.json` does not."""
 
     begin: dict[str, Any]
-    """The `run` entry with data, command and conditions; empty if the record cannot be read."""
+    """The `run` entry of the record, with the data, the command and the conditions (such as
+    versions and the device) of the run; empty if the record cannot be read."""
     reports: list[dict[str, Any]]
     """The reports of the run's method, one per task in learning order; empty if the record cannot
     be read."""
@@ -125,7 +126,8 @@ def read(
 
 
 def _read_one(directory: Path) -> RunRecord | str:
-    """Read a run or a memory. If it has no results yet, return the reason as text."""
+    """Read a run or a memory. If it has no results yet, or if the forgetting of a task is not
+    complete, return a text that states this reason."""
     config = read_object(directory / NAME)
     has_results = (directory / "results.json").exists()
     if is_memory(config) and (config.get("forgetting") or not has_results):
@@ -153,7 +155,7 @@ def _read_one(directory: Path) -> RunRecord | str:
 
 def _copy_key(run: RunRecord) -> object:
     """Return a value that is identical for copies of a run. Of the engine's settings, only the
-    precision counts, because the others do not affect results."""
+    precision counts, because the other settings do not affect results."""
     seeds = run.results["seed"], run.config.get("seeds")
     return *cell_key(run), json.dumps([seeds, _without_seeds(run.config)], sort_keys=True)
 

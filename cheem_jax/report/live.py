@@ -81,8 +81,8 @@ def state(snapshot: Snapshot) -> str:
 
 
 def _time_of_last(snapshot: Snapshot, *without: str) -> float | None:
-    """Return the time of the record's last entry in seconds since 1970, ignoring the events
-    `without`."""
+    """Return the time of the record's last entry in seconds since 1970. Entries whose event is in
+    `without` are ignored."""
     entries = [entry for entry in snapshot.entries if entry["event"] not in without]
     return datetime.datetime.fromisoformat(entries[-1]["time"]).timestamp() if entries else None
 

@@ -60,7 +60,8 @@ def read_evaluated(directory: Path, config: Mapping[str, Any]) -> dict[str, Eval
 def store_evaluated(
     directory: Path, config: Mapping[str, Any], measured: Mapping[str, Evaluated]
 ) -> None:
-    """Store new accuracies and keep the valid accuracies of other tasks."""
+    """Store the accuracies in `measured`. Stored accuracies of other tasks are kept, unless they
+    are from before the last change of the memory."""
     tasks = {
         name: one._asdict()
         for name, one in {**read_evaluated(directory, config), **measured}.items()
@@ -132,8 +133,8 @@ def like_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_forgotten(config: Mapping[str, Any]) -> int:
-    """Return the number of forgotten tasks. An extended task counts as learned more than once, but
-    it is not forgotten."""
+    """Return the number of forgotten tasks. Each extension of a task increases `num_learned`, but
+    does not count as a forgotten task."""
     if not is_memory(config):
         return 0
     remaining = len(config.get("data_sha256", ())) + len(config.get("replaced", ()))

@@ -1,5 +1,5 @@
-"""The state of a run or a memory, read from its directory by a process that does not work on it:
-the files, the current phase, and the process that works on the run or memory."""
+"""The state of a run or a memory: its files, its current phase, and the process that works on it.
+The state is read from the directory, so any process can read it."""
 
 import functools
 import os

@@ -38,7 +38,8 @@ def write_events(directory: Path) -> Path:
             tasks[entry["report"]["index"]] = entry["report"]
         time = datetime.datetime.fromisoformat(entry["time"]).timestamp()
         for method, tag, step, value in _points(entry, evaluated, tasks):
-            if isinstance(value, int | float | np.ndarray):  # None if not measured or non-finite
+            # `value` is None if it was not measured or is non-finite
+            if isinstance(value, int | float | np.ndarray):
                 make = summary.image if isinstance(value, np.ndarray) else summary.scalar
                 events[method].append(Event(wall_time=time, step=step, summary=make(tag, value)))
     for method, points in events.items():

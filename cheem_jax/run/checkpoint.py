@@ -38,7 +38,8 @@ Arrays = Mapping[str, Any]
 
 
 def task_directory(root: Path, index: int, name: str) -> Path:
-    """Return the directory of task `index` of a method."""
+    """Return the checkpoint directory of task `index`. `root` is the folder with the checkpoints of
+    a method."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
     return root / f"{index:03d}-{slug}"
 
@@ -263,7 +264,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def named(directory: Path) -> Iterator[None]:
-    """Add the checkpoint's directory to every error that is raised in this context.
+    """Add the checkpoint's directory to every error in this context, except MemoryError.
 
     Missing files and bytes that do not parse raise CorruptedCheckpoint. Other system errors raise
     OSError, and invalid content raises ValueError.
@@ -273,7 +274,8 @@ def named(directory: Path) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        if str(error).startswith(f"checkpoint {directory} "):  # already named by an inner context
+        # an inner context has already added the directory
+        if str(error).startswith(f"checkpoint {directory} "):
             raise
         reason = f"it lacks {error}" if isinstance(error, KeyError) else _first_line(error)[:500]
         if isinstance(error, CORRUPTED):

@@ -9,7 +9,7 @@ LONGEST, PART = 40, 25
 """Values of up to LONGEST characters are displayed in full; longer values are shortened to PART
 characters."""
 MISSING = object()
-"""Marker for a key that is missing in one of the two mappings."""
+"""Value of a key that is missing in one of two compared mappings."""
 
 
 class Leaf(NamedTuple):
@@ -78,7 +78,7 @@ def _displayed(first: Any, second: Any) -> tuple[str, str]:
 def _text(value: Any) -> str:
     if value is MISSING:
         return "missing"
-    # the other value is not a mapping, so the entries need not be displayed
+    # the compared value is not a mapping, so the entries of `value` need not be displayed
     return "given" if isinstance(value, Mapping) else json.dumps(value)
 
 

@@ -65,7 +65,8 @@ def digest(fingerprint: Mapping[str, Any]) -> str:
 
 
 def apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Describe the differences between two fingerprints; empty if they are identical."""
+    """Describe the differences between two fingerprints. Return an empty text if the fingerprints
+    are identical."""
     return "; ".join(map(str, find_differences(first, second)))
 
 
@@ -99,7 +100,8 @@ def commit_of(package: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # In a git hook, GIT_DIR can refer to another checkout. Reading needs no lock.
+    # In a git hook, GIT_DIR can refer to another checkout, so GIT_* variables are removed.
+    # `GIT_OPTIONAL_LOCKS=0` prevents git from locking the checkout, because reading needs no lock.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         process = subprocess.run(

@@ -30,12 +30,12 @@ SECONDS_BETWEEN_WRITES = 2.0
 """Minimum number of seconds between two writes of the status file within a phase. The start of a
 phase is written immediately, because compiling can delay the next write by minutes."""
 LARGEST_SHARE = 0.01
-"""Maximum fraction of time for writing the status file. On a slow disk, the file is written less
-often."""
+"""Maximum fraction of the running time that is spent on writing the status file. On a slow disk,
+the file is therefore written less often."""
 
 
 class Terminal(Console):
-    """Console that removes control characters from everything that it prints (`printable`)."""
+    """Console that uses `printable` to remove control characters from everything that it prints."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -215,8 +215,8 @@ def num_tested(tasks: Sequence[Entry]) -> np.ndarray:
 def curve_of(
     rows: Sequence[Sequence[float | None]], tasks: Sequence[Entry]
 ) -> Float[np.ndarray, " T"]:
-    """Compute `metrics.accuracy_curve` from `rows`, an accuracy matrix in the results, and `tasks`,
-    the entries of the tasks in the results."""
+    """Compute `metrics.accuracy_curve` from parts of `results.json`: `rows` is an accuracy matrix,
+    and `tasks` contains one entry per task."""
     return metrics.accuracy_curve(metrics.matrix_from_json(rows), num_tested(tasks))
 
 

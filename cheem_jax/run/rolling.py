@@ -1,7 +1,8 @@
 """The rolling checkpoint: the state of a task in progress, saved at intervals.
 
-    checkpoints/cheem/running-000007/    same format as for a finished task; the newest is read
+    checkpoints/cheem/running-000007/    same format as the checkpoint of a finished task
 
+If there is more than one rolling checkpoint, the newest intact rolling checkpoint is read.
 The state includes the position in the task (phase and step), and PRNG keys are functions of the
 position. A resumed run therefore has the same result as an uninterrupted run.
 """
@@ -22,8 +23,8 @@ the beginning."""
 SECONDS_BETWEEN = 30.0
 """Default minimum number of seconds between two rolling checkpoints."""
 LARGEST_SHARE = 0.02
-"""Maximum fraction of time for rolling checkpoints. On a slow disk, or with a large supernet, they
-are saved less often."""
+"""Maximum fraction of the running time that is spent on saving rolling checkpoints. On a slow disk,
+or with a large supernet, rolling checkpoints are therefore saved less often."""
 
 
 class Saved(NamedTuple):

@@ -77,10 +77,11 @@ def fit(
     """Train from `progress` to the last epoch, and return the final state and progress.
 
     Args:
-        step: trains on up to `steps_per_call` batches.
+        step: function that trains on up to `steps_per_call` batches.
         state: initial state.
         progress: progress that the initial state has reached.
-        read: `read(epoch, pieces, begin)` returns the batches `pieces[begin:]` of the epoch.
+        read: `read(epoch, pieces, begin)` returns the batches of the epoch, without the first
+            `begin` batches. `pieces` contains the image indices of each batch.
         num_images: number of training images.
         batch_size: number of images per batch.
         config: epochs, learning rate and reaction to non-finite losses.

@@ -44,8 +44,8 @@ def members(path: Path) -> Iterator[tuple[str, Reader]]:
 
     `path` is a folder, zip, tar or tar.gz. A tar.gz inside of a folder or zip is replaced by its
     files. If `path` is a folder, names start with the folder's name, as in an archive of the
-    folder. Raises FileNotFoundError if `path` does not exist, and ValueError with the name of a
-    corrupted, truncated or huge archive.
+    folder. Raises FileNotFoundError if `path` does not exist. If an archive is corrupted, truncated
+    or huge, raises ValueError with the name of the archive.
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
@@ -102,8 +102,8 @@ class _Unpacked(gzip.GzipFile):
         self.most = most
 
     def read(self, size: int | None = -1) -> bytes:
-        # a header states the size of a long name, and tarfile reads the name without checking this
-        # size
+        # Limit the size, because tarfile does not: if a member has a long name, tarfile reads as
+        # many bytes as the archive states for this name.
         if size is not None and (reason := too_large(size)):
             raise ValueError(reason)
         data = super().read(size)
@@ -142,8 +142,8 @@ class MissingArchive(FileNotFoundError):
 
 
 def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
-    """For each tuple of names, return the first path that exists in `place`; folders are preferred
-    to archives.
+    """For each tuple of names, return an existing path in `place`: the first folder or, if there is
+    no folder, the first archive.
 
     The first name of a tuple is the name of the official archive. Raises MissingArchive with the
     names of all missing archives.
@@ -243,8 +243,8 @@ class Source:
     key_of: KeyOf
     labels: Mapping[str, int]
     convert: Callable[[bytes, str], bytes] | None = None
-    """Function that re-encodes an image. Its arguments are the bytes, and the name for error
-    messages."""
+    """Function that re-encodes an image. Its arguments are the bytes of the image, and the name of
+    the image for error messages."""
 
     def read(self) -> Iterator[LabelledImage]:
         """Yield every labelled image once. Raises ValueError if an image is absent or occurs more

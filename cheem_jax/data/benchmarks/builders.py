@@ -6,9 +6,9 @@ fills. It raises FileNotFoundError if archives are missing, and ValueError for c
 inconsistent lists, and absent images.
 
 `cars196`, `sun397`, `eurosat` and `caltech101` have the names, versions and features of TFDS's
-builders, so it does not matter which builder prepared them. TFDS does not have the other data sets
-in these versions. No builder is registered with TFDS, because a second class with the same name
-would clash; `prepare_from_folder` creates each builder when it is needed.
+builders, so it does not matter which builder prepared these data sets. The other data sets are not
+in TFDS, or only in different versions. No builder is registered with TFDS, because a second class
+with the same name would clash; `prepare_from_folder` creates each builder when it is needed.
 """
 
 import csv
@@ -204,8 +204,8 @@ def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
 
 
 def read_cub200(place: Path) -> Reading:
-    """Read CUB-200-2011 with its official train and test splits, or PILOT's copy, which has one
-    folder per split. Keys are `<class folder>/<file>`."""
+    """Read CUB-200-2011 with its official train and test splits, or the copy that the library PILOT
+    provides, which has one folder per split. Keys are `<class folder>/<file>`."""
     [path] = locate(place, BY_NAME["cub200"].archives[0].names)
     if not path.name.startswith("CUB_200_2011"):
         return _read_train_and_test(path)
@@ -225,12 +225,12 @@ def read_cub200(place: Path) -> Reading:
 
 
 def read_imagenet_variant(place: Path, *, name: str) -> Reading:
-    """Read ImageNet-R or ImageNet-A (`name` is `imagenet-r` or `imagenet-a`): PILOT's copy, which
-    has one folder per split, or the official archive without splits. Keys are `<WordNet
-    ID>/<file>`.
+    """Read ImageNet-R or ImageNet-A (`name` is `imagenet-r` or `imagenet-a`) from the copy that the
+    library PILOT provides, which has one folder per split, or from the official archive, which has
+    no splits. Keys are `<WordNet ID>/<file>`.
 
-    The n images of the official archive are split here: ceil(n / 5) of them become the test split,
-    distributed over the classes in proportion to their sizes.
+    This function splits the n images of the official archive: ceil(n / 5) images become the test
+    split, distributed over the classes in proportion to the class sizes.
     """
     [path] = locate(place, BY_NAME[name.replace("-", "_")].archives[0].names)
     key_of = below(name, 2, ".jpg")
@@ -249,7 +249,7 @@ def read_imagenet_variant(place: Path, *, name: str) -> Reading:
 
 
 def read_pilot(place: Path, *, name: str) -> Reading:
-    """Read a data set that PILOT provides, with one folder per split. Keys are `<class
+    """Read a data set that the library PILOT provides, with one folder per split. Keys are `<class
     folder>/<file>`."""
     [path] = locate(place, (f"{name}.zip", name))
     return _read_train_and_test(path)
@@ -274,7 +274,8 @@ def _read_train_and_test(path: Path) -> Reading:
 
 
 def _read_lists(path: Path, *names: str) -> list[list[str]]:
-    """Read the lines of text files, which are identified as in `read_files`."""
+    """Return the non-empty lines of each text file in `names`. `path` is the folder or archive that
+    contains the files."""
     files = zip(names, read_files(path, *names), strict=True)
     return [text_lines(data, f"{path}: {name}") for name, data in files]
 
@@ -347,10 +348,10 @@ class DataSet(NamedTuple):
     key: str
     """Name of the feature that contains the key of an example."""
     text: Callable[[PurePosixPath], str] = str
-    """Function that converts a key to the text that TFDS's builder stores."""
+    """Function that converts the key of an example to the text that TFDS stores as its key."""
     image_shape: tuple[int | None, int | None, int] = (None, None, 3)
     more: str = ""
-    """Text appended to the description."""
+    """Text that is appended to the description of the data set."""
 
 
 _stem, _name = operator.attrgetter("stem"), operator.attrgetter("name")
@@ -366,7 +367,8 @@ DATA_SETS = {
     "cars196": DataSet(read_cars, "id", _stem),
     "sun397/standard-part1-120k": DataSet(read_sun397, "file_name"),
     "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
-    # TFDS's builder samples 30 images of each class for train; this library's builder has one split
+    # This builder puts all images into one split, whereas TFDS's own builder samples 30 images of
+    # each class for train.
     "caltech101": DataSet(read_caltech101, "image/file_name", _name),
     "cub200": DataSet(read_cub200, "file_name"),
     "imagenet_r": DataSet(functools.partial(read_imagenet_variant, name="imagenet-r"), "file_name"),
@@ -384,12 +386,12 @@ def prepare_from_folder(
     `<data_dir>/<name>[/<config>]/<version>`.
 
     If the data set is already prepared, `place` is not read. An error leaves nothing that looks
-    like a prepared data set. `on_progress` counts images. Raises the errors of the readers, and
-    ValueError for an unknown name.
+    like a prepared data set. `on_progress` is called with 1 after each image. Raises the errors of
+    the readers, and ValueError for an unknown name.
     """
     if name not in DATA_SETS:
         raise ValueError(f"unknown builder {name!r}; expected one of {', '.join(DATA_SETS)}")
-    import tensorflow_datasets as tfds  # a slow import that needs an extra
+    import tensorflow_datasets as tfds  # a slow import, from an optional extra
 
     data_set = DATA_SETS[name]
     task = next(task for task in TASKS if task.builder.split("/")[0] == name.split("/")[0])
@@ -441,7 +443,7 @@ def prepare_from_folder(
                     },
                 )
 
-        # TFDS would print its downloads here
+        # These methods are empty, because TFDS's methods would print messages about downloads.
         def _log_download_bytes(self) -> None: ...
         def _log_download_done(self) -> None: ...
 
@@ -450,7 +452,7 @@ def prepare_from_folder(
     downloads = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
     tfds.disable_progress_bar()  # `on_progress` reports the progress
     try:
-        # TFDS creates folders for downloads even if nothing is downloaded
+        # use a temporary folder, because TFDS creates folders for downloads that never happen
         with tempfile.TemporaryDirectory() as unused:
             builder.download_and_prepare(
                 file_format="array_record", download_config=downloads, download_dir=unused

@@ -24,8 +24,8 @@ TIMEOUT = 30.0
 RETRIES = 4
 """Number of consecutive failed attempts that are retried; one more failure ends the download."""
 BACKOFF = 1.0
-"""Factor of the pauses between attempts. urllib3 retries the first time without a pause, and pauses
-for BACKOFF * 2^(n - 1) seconds before the n-th retry."""
+"""Factor of the pauses between attempts. urllib3 does not pause before the first retry; before the
+n-th retry (n > 1), it pauses for BACKOFF * 2^(n - 1) seconds."""
 MAX_PAUSE = 120
 """Maximum pause in seconds that a server can request (Retry-After)."""
 CHUNK_BYTES = 2**16
@@ -39,14 +39,15 @@ def download(
     """Download `url` to `file`, which must not exist; `known_hash` is a SHA-256, or `md5:` followed
     by an MD5.
 
-    Received bytes stay in `<file>.part`, and a later call resumes after them. Only one process at a
-    time is allowed to download a file. `on_progress` counts bytes; the number is negative if bytes
-    have to be downloaded again. Raises ValueError if the hash differs, and OSError if the file
-    cannot be downloaded or written. In both cases, `file` does not exist.
+    Received bytes stay in `<file>.part`, and a later call resumes after these bytes. Only one
+    process at a time is allowed to download a file. `on_progress` is called with the number of
+    bytes received, and with a negative number if bytes have to be downloaded again. Raises
+    ValueError if the hash differs, and OSError if the file cannot be downloaded or written. After
+    an error, `file` does not exist.
     """
     part = file.with_name(f"{file.name}.part")
     transfer: Any = functools.partial(_transfer, part, on_progress)
-    # pooch prints addresses and hashes between the progress lines
+    # otherwise, pooch would print addresses and hashes between the progress lines
     pooch.get_logger().setLevel("WARNING")
     try:
         pooch.retrieve(url, known_hash, file.name, file.parent, downloader=transfer)

@@ -26,12 +26,13 @@ from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepare
 from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[OnProgress]]
-"""Function that opens a phase of work, given the name of the phase, the task, and the amount of
-work (bytes for archives, images for other work)."""
+"""Function that returns a context manager for one phase of the preparation. The context manager
+yields a function to report progress. The arguments are the name of the phase, the name of the task,
+and the amount of work (number of bytes for archives, number of images for other work)."""
 
 
 class Preparation(NamedTuple):
-    """State of a task's preparation, and the next step."""
+    """State of a task's preparation, and advice on the next step."""
 
     state: Literal["ready", "archives", "missing"]
     advice: str
@@ -83,7 +84,7 @@ def _lacks_tensorflow(task: BenchmarkTask) -> bool:
 
 
 def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
-    """Prepare a task if necessary, check its counts, and record its splits.
+    """Prepare a task if necessary, check its numbers of images, and record its splits.
 
     Raises ValueError or OSError with a hint for the user. After an error, existing data are
     unchanged.
@@ -186,8 +187,8 @@ def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
     files = [
         Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()
     ]
-    # The decathlon's configurations share a list of files, but only one configuration needs
-    # ImageNet (6.5 GB).
+    # The configurations of TFDS's Visual Domain Decathlon share one list of files, but only one
+    # configuration needs ImageNet (6.5 GB).
     return [a for a in files if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
 
@@ -195,7 +196,7 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
     """Prepare a data set with TFDS's own builder, in a format that can be read without TensorFlow.
 
     Raw files in `downloads/manual` of the data folder are used if they have the names that TFDS has
-    registered. Raises ValueError with TFDS's reason.
+    registered. Raises ValueError with TFDS's error message.
     """
     tfds = import_tfds()
     try:
@@ -216,11 +217,11 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
 def plan_of(
     task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: OnProgress | None = None
 ) -> Plan:
-    """Plan a task with the paper's splits from a prepared data set; `seed` determines which images
-    are cut.
+    """Plan a task with the paper's splits from a prepared data set. `seed` determines which
+    training images are moved to missing splits.
 
-    Raises FileNotFoundError if the data set is not prepared, and ValueError if counts or splits
-    differ from the expected ones.
+    Raises FileNotFoundError if the data set is not prepared. Raises ValueError if the number of
+    images or classes is not as expected, or if the splits differ from an earlier record.
     """
     prepared = open_prepared(task.spec, data_dir)
     classes = tuple(name for name in prepared.classes if name not in task.dropped)
@@ -228,7 +229,7 @@ def plan_of(
     rows: dict[str, list[Row]] = {}
     for split, names in {"train": task.train, "val": task.val, "test": task.test}.items():
         if not names:
-            continue  # cut from train later
+            continue  # `plan_rows` cuts this split from train
         present = [name for name in prepared.splits if name in names]
         if not present:
             raise ValueError(
@@ -287,8 +288,8 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             "num_classes": task.num_classes,
             "sha256": plan.split_sha256,
         }
-        # a read-only data folder cannot store this record, but the record of the run contains the
-        # hash as well
+        # The record cannot be written to a read-only data folder. The error is ignored, because the
+        # record of the run also contains the hash.
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(record, indent=1) + "\n")

@@ -1,9 +1,10 @@
-"""The tasks of MTIL and VDD (paper, supplement 'Details of the MTIL benchmark' and 'Details of the
-VDD benchmark'), and data sets of class-incremental learning with their protocols.
+"""The tasks of the benchmarks MTIL and VDD (paper, supplement 'Details of the MTIL benchmark' and
+'Details of the VDD benchmark'), and the data sets and protocols of class-incremental learning.
 
-A task consists of a prepared TFDS data set, a rule that cuts missing splits, and the expected
-counts. The rules reproduce the counts of the paper's tables with one exception: for CIFAR-100, the
-table prints the test size of SUN397 (19,850) instead of 10,000. The facts are in `benchmarks.toml`.
+A task consists of a prepared TFDS data set, a rule that cuts missing splits from train, and the
+expected number of images in each split. The rules reproduce the numbers in the paper's tables with
+one exception: for CIFAR-100, the paper prints the test size of SUN397 (19,850) instead of 10,000.
+The tasks and protocols are listed in `benchmarks.toml`.
 """
 
 import dataclasses
@@ -41,9 +42,10 @@ class Archive(NamedTuple):
 
 
 Rule = Literal["official", "val", "test and val", "decathlon"]
-"""Rule for cutting missing splits from train. `official` cuts nothing, `val` cuts ceil(0.1 n)
-images for validation, `test and val` first cuts ceil(0.3 n) images for test and then applies `val`
-to the rest, and `decathlon` cuts floor(0.1 n) images for validation."""
+"""Rule for cutting missing splits from the n training images. `official` cuts nothing, `val` cuts
+ceil(0.1 n) images for validation, and `decathlon` cuts floor(0.1 n) images for validation.
+`test and val` first cuts ceil(0.3 n) images for test, and then applies `val` to the remaining
+images."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,11 @@ class BenchmarkTask:
     train: tuple[str, ...] = ("train",)
     """TFDS splits that are joined for training; missing splits are skipped."""
     val: tuple[str, ...] = ()
-    """TFDS splits for validation. If empty, the validation images are cut from train; the same
-    applies to `test`."""
+    """TFDS splits for validation. If empty, the validation images are cut from train."""
     test: tuple[str, ...] = ("test",)
+    """TFDS splits for test. If empty, the test images are cut from train."""
     dropped: tuple[str, ...] = ()
-    """Classes of the builder that are not in the benchmark."""
+    """Classes of the TFDS data set that are not in the benchmark."""
     class_names: tuple[str, ...] = ()
     """Class names in label order, if the archives do not contain them."""
     needs_tensorflow: bool = True
@@ -123,12 +125,13 @@ PROTOCOLS = {
     name: Protocol(table["data_set"], ClassSplit.of(table))
     for name, table in _FACTS["protocols"].items()
 }
-"""Protocols of class-incremental learning, keyed by name. Their settings are those of PILOT."""
+"""Protocols of class-incremental learning, keyed by name. Their settings are those of the
+library PILOT."""
 
 
 def task_order(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:
-    """Return the names of a benchmark's tasks in learning order. Raises ValueError for an order
-    that VDD does not have."""
+    """Return the names of a benchmark's tasks in learning order. Raises ValueError if `benchmark`
+    is `vdd` and `order` is not `default`."""
     if benchmark == "mtil":
         return tuple(MTIL[order].split())
     if order != "default":
@@ -137,8 +140,9 @@ def task_order(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...
 
 
 def task_names(benchmark: Benchmark | Literal["cil"]) -> tuple[str, ...]:
-    """Return the names of all tasks of a benchmark or, for `cil`, of the data sets of the
-    protocols. The ten tasks of VDD include ImageNet, the pretraining data."""
+    """Return the names of all tasks of a benchmark. For `cil` (class-incremental learning), return
+    the names of the data sets of all protocols. The ten tasks of VDD include ImageNet, the
+    pretraining data."""
     if benchmark == "cil":
         return tuple(dict.fromkeys(protocol.data_set for protocol in PROTOCOLS.values()))
     return task_order(benchmark) if benchmark == "mtil" else ("imagenet12", *task_order(benchmark))

@@ -41,7 +41,8 @@ from cheem_jax.run.results import Results
 PAGE = "report.html"
 HERE = Path(__file__).parent
 ROWS, MOST_ARCHITECTURES = 1000, 400
-"""Maximum number of table rows, and maximum number of tasks whose architectures are shown."""
+"""Maximum number of table rows (ROWS), and maximum number of tasks whose architectures are shown
+(MOST_ARCHITECTURES)."""
 CORRUPTED = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
 """Errors that reading corrupted results can raise."""
 
@@ -181,7 +182,7 @@ def page(
 
 def _check_alike(finished: Sequence[RunRecord]) -> None:
     """Raise ValueError if finished runs differ in stream, backbone or order of tasks, or if
-    `check_comparable` raises the error."""
+    `check_comparable` raises ValueError."""
 
     def identity(run: RunRecord) -> dict[str, Any]:
         stream, backbone = run.place

@@ -76,7 +76,7 @@ class Chart(NamedTuple):
     """Widths are in pixels; on a page narrower than `min_width`, the figure scrolls inside its
     box."""
     choose: str = ""
-    """Title of the selector."""
+    """Title of the selector for the variants of the figure."""
     start: int = 0
     """Index of the variant that is displayed first."""
 
@@ -356,7 +356,8 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
     if not scored:
         raise EmptySection("No architecture of the search has a score.")
     if "losses" in scored[0]["search"]:
-        tolerance = None  # backward elimination compares losses and has no band of accuracies
+        # Backward elimination compares losses, so the tolerance for accuracies does not apply.
+        tolerance = None
     variants = {
         f"T{report['index'] + 1} {report['name']}": _scatter(report, tolerance)
         for report in (scored[place] for place in spread(len(scored), SHOWN))
@@ -540,7 +541,7 @@ def task_axis(
 
 
 def task_label(results: Results, task: int, limit: int = 60) -> str:
-    """Label a task, such as `T1 food10` for the first one. The number makes the label unique; -1 is
+    """Label a task, such as `T1 food10` for task 0. The number makes the label unique. Task -1 is
     the base."""
     return "base" if task < 0 else shown(f"T{task + 1} {results['tasks'][task]['name']}", limit)
 
@@ -552,7 +553,8 @@ def shown(text: str, limit: int = 60) -> str:
 
 
 def selection_note(num: int) -> str:
-    """Say how many tasks a chart omits; empty if it displays all `num` tasks."""
+    """Return a sentence that says how many of `num` tasks a chart displays. The text is empty if
+    the chart displays all tasks."""
     return "" if num <= SHOWN else f" {SHOWN} of {num:,} tasks are displayed, evenly spaced."
 
 

@@ -1,4 +1,4 @@
-"""Test images with right and wrong predictions of each task, embedded in the page."""
+"""Test images of each task with right and with wrong predictions, embedded in the page."""
 
 import base64
 import functools
