@@ -182,13 +182,15 @@ def test_a_task_without_any_readable_image_is_reported(tmp_path):
     )
 
 
-def test_a_cache_is_held_against_its_hashes(tmp_path):
+@pytest.mark.parametrize("splits", [("train", "val", "test"), ("val",), ("val", "test")])
+def test_a_cache_is_held_against_its_hashes(tmp_path, splits):
     plan = plan_task(write(tmp_path / "pets", full()))
     cached(
         plan,
         4,
         tmp_path / "cache",
         lambda task, num_images: contextlib.nullcontext(lambda num_images: None),
+        splits,
     )
     [place] = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
     assert verify_caches(plan, [tmp_path / "cache"]) == ([str(place)], [])

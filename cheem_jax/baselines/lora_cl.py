@@ -150,15 +150,15 @@ class LoraCl(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """Estimate the bytes on disk for the next task.
 
-        The estimate counts the ops and the head with Adam's moments in two rolling checkpoints, and
-        the router's statistics.
+        The estimate counts the ops and the head, once in the task's checkpoint and with Adam's
+        moments in each of two rolling checkpoints, and the router's statistics.
         """
         weight, bias = self.memory.pool[0][0].params
         is_new = self.config.op == "new"
         op = weight.size + bias.size if is_new else self.rank * sum(weight.shape)
         head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
         numbers = self.executor.num_blocks * op + head
-        return 4 * (3 * 2 * numbers + self.router_numbers(task))
+        return 4 * ((2 * 3 + 1) * numbers + self.router_numbers(task))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -350,11 +350,13 @@ class Cheem(ExpertMemory):
         """
 
     def bytes_needed(self, task: Task) -> int:
-        """Estimate the disk space for learning a task (see `Method.bytes_needed`): two rolling
-        checkpoints with the parameters and Adam moments of all candidates, plus the router's
-        statistics."""
+        """Estimate the disk space for learning a task (see `Method.bytes_needed`).
+
+        The estimate counts the parameters of all candidates, once for the task's checkpoint and
+        with Adam's moments in each of two rolling checkpoints, and the router's statistics.
+        """
         supernet = supernet_size(self.memory.pool, self.config.ops.rank, len(task.classes))
-        return 4 * (3 * 2 * supernet + self.router_numbers(task))
+        return 4 * ((2 * 3 + 1) * supernet + self.router_numbers(task))
 
     def _train(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 
 from cheem_jax.data.decode import PIECE, OnProgress, in_threads, largest_value, opened, to_rgb
 from cheem_jax.data.files import Chosen, Encoded, join_first
-from cheem_jax.data.load import cache_place, open_cache
+from cheem_jax.data.load import SPLIT_NAMES, cache_place, open_cache
 from cheem_jax.data.task import EncodedSplit, Plan, Task, hash_images
 
 Size = tuple[int, int]
@@ -251,21 +251,35 @@ def without_broken(
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
     """Check the hashes of a plan's cached images in `roots`. This includes caches of every image
-    size, with and without EXIF rotation, but not caches that contain only some of the splits.
+    size, with and without EXIF rotation, and caches that contain only some of the splits.
 
     Returns the folders of intact caches, and a message about each corrupted cache.
     """
     intact, corrupted = [], []
     plans = [plan, plan.turned(not plan.upright)]
+    subsets = [
+        names
+        for length in range(1, len(SPLIT_NAMES) + 1)
+        for names in itertools.combinations(SPLIT_NAMES, length)
+    ]
     for root in roots:
         for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
             size = place.name.rsplit("-", 2)[1]
             if not (place.is_dir() and size.isdecimal()):
                 continue
-            if all(cache_place(one, int(size), root) != place for one in plans):
+            names = next(
+                (
+                    names
+                    for one in plans
+                    for names in subsets
+                    if cache_place(one, int(size), root, names) == place
+                ),
+                None,
+            )
+            if names is None:
                 continue
             try:
-                for name, split in open_cache(place, plan).items():
+                for name, split in open_cache(place, plan, names).items():
                     if hash_images(split.images, split.labels) != split.sha256:
                         raise ValueError(
                             f"the cache {place} is corrupted: {name}.npy does not have the SHA-256"

@@ -347,5 +347,5 @@ def _kind(request: Request) -> str:
 
 def _too_large(limits: Limits) -> Refused:
     return Refused(
-        413, "body_size", f"the body is too large; send at most {limits.max_body_mb:g} MB"
+        413, "body_size", f"the body is too large; send at most {limits.max_body_mb:g} MiB"
     )

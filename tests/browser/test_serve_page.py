@@ -232,7 +232,7 @@ def test_a_file_without_an_answer_is_explained_in_a_sentence_and_the_next_image_
         "#file", files=[{"name": "a.png", "mimeType": "image/png", "buffer": bytes(2**19)}]
     )
     expect(page.locator("#error")).to_contain_text(
-        "The file has 0.5 MB; at most 0.25 MB are accepted."
+        "The file has 0.5 MiB; at most 0.25 MiB are accepted."
     )
     choose(page, (160, 32, 32), (10_000, 5_000))
     expect(page.locator("#error")).to_contain_text("10000 x 5000 pixels are too many")
