@@ -168,7 +168,8 @@ def test_impossible_settings_are_refused(name, field, value, message):
         *((SearchConfig, {"mutation_rate": rate}) for rate in (-0.1, 1.5)),
         *((SearchConfig, {"epsilon": rate}) for rate in (-0.1, 1.5)),
         *((SearchConfig, {"tolerance": rate}) for rate in (-0.1, 1.5)),
-        (SearchConfig, {"standard_errors": -0.1}),
+        *((SearchConfig, {"max_parameters": share}) for share in (-0.1, 1.5)),
+        *((SearchConfig, {"max_flops": share}) for share in (-0.1, 1.5)),
         *((ExplorationConfig, {"epsilon": rate}) for rate in (-0.1, 1.5)),
         (CheemConfig, {"score_images": -1}),
         (CheemConfig, {"remove": KINDS}),
@@ -184,9 +185,9 @@ def test_impossible_settings_of_cheem_are_refused_by_name(kind, settings):
 
 def test_settings_at_their_limits_are_accepted():
     least = dict.fromkeys(("population", "generations", "num_parents"), 1)
-    none = dict.fromkeys(("mutation_rate", "epsilon", "tolerance", "standard_errors"), 0.0)
-    SearchConfig(**least, **none)
-    SearchConfig(mutation_rate=1.0, epsilon=1.0, tolerance=1.0)
+    shares = ("mutation_rate", "epsilon", "tolerance", "max_parameters", "max_flops")
+    SearchConfig(**least, **dict.fromkeys(shares, 0.0))
+    SearchConfig(**dict.fromkeys(shares, 1.0))
     assert [ExplorationConfig(epsilon).epsilon for epsilon in (0.0, 1.0)] == [0, 1]
     OpSettings(rank=1, new_rate=1e-6)
     FitConfig(epochs=1, learning_rate=1e-6)

@@ -258,7 +258,7 @@ def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(tmp_path):
     ("name", "settings"),
     [
         ("whole", {}),
-        ("scan", {"sampling": "anchored", "head": "ridge", "weights": "inherited"}),
+        ("scan", {"sampling": "anchored", "weights": "inherited"}),
         ("stages", {"score": "closed_form", "score_images": 24}),
         ("stages", {"augment": True}),
     ],

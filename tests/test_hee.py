@@ -167,5 +167,5 @@ def test_the_anchor_adapts_the_expert_that_exploitation_samples_most():
     assert anchor.genome.tolist() == [3, 1]  # Adapt of expert 1, Adapt of the base expert
     assert anchor.changes == [[1, 0, 5], [0, 3]]  # Reuse of it, Reuse of the base expert, Skip
     table = anchor.table((2, 1))
-    np.testing.assert_allclose(table[0], [0.025, 0.025, 0, 0.85, 0, 0.1, 0, 0])
-    np.testing.assert_allclose(table[1], [0.05, 0.85, 0, 0.1, 0, 0, 0, 0])
+    np.testing.assert_allclose(table[0], [0.01, 0.01, 0, 0.95, 0, 0.03, 0, 0])
+    np.testing.assert_allclose(table[1], [0.02, 0.95, 0, 0.03, 0, 0, 0, 0])

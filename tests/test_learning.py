@@ -65,7 +65,7 @@ def stages():
     return Stages(small.backbone(), "mlp_down")
 
 
-ANCHORED = {"sampling": "anchored", "head": "ridge", "weights": "inherited", "fallback": True}
+ANCHORED = {"sampling": "anchored", "weights": "inherited", "fallback": True}
 
 
 def learner(stages, generations=3, **settings):
@@ -116,26 +116,26 @@ def test_a_search_resumes_from_a_rolling_checkpoint(stages, tmp_path):
         assert result[name] == expected[name]
 
 
-def test_an_elimination_starts_from_adapt_everywhere_and_ends_within_its_tolerance(stages):
+def test_an_elimination_starts_from_adapt_everywhere_and_ends_within_its_limits(stages):
     task = small.task("colours", 0)
-    report = learner(stages, **ANCHORED).learn(task, Session())
+    report = learner(stages, **{**ANCHORED, "fallback": False}).learn(task, Session())
     result = report["search"]
     losses, flops = result["losses"], result["flops"]
     assert len(losses) == len(flops) == len(result["correct"]) == report["searched"]
     # the anchor, and Reuse and Skip in each of 4 blocks, are scored first
     assert report["searched"] > 9 and flops[0] == max(flops)
-    assert flops[result["chosen"]] == report["flops"] <= flops[0]
+    assert flops[result["chosen"]] == report["flops"] <= 0.85 * flops[0]
+    assert sum(op.startswith("adapt") for op in report["architecture"]) <= 2  # of 4 blocks
     assert not any(op.startswith("new") for op in report["architecture"])
     assert report["validation_accuracy"] == result["correct"][result["chosen"]] / 20
-    assert report["frozen_head"]["kept"] in ("network", "frozen")
 
 
 def test_an_elimination_resumes_from_a_rolling_checkpoint(stages, tmp_path):
     task = small.task("colours", 0)
     whole = Resumed(None)
     expected = learner(stages, **ANCHORED).learn(task, whole)
-    # of 4 blocks with 2 changes each: the anchor, each change alone, and each at most once more
-    assert 9 * 20 < whole.num_images <= whole.totals["search"] == 17 * 20
+    # the anchor and 2 changes in each of 4 blocks are scored first; the total has seven rounds
+    assert 9 * 20 < whole.num_images <= whole.totals["search"] == (1 + 7 * 8) * 20
     rolling = Rolling(tmp_path)
     with pytest.raises(Halt):
         learner(stages, **ANCHORED).learn(task, Halting(rolling, 180))
@@ -146,21 +146,10 @@ def test_an_elimination_resumes_from_a_rolling_checkpoint(stages, tmp_path):
         assert result[name] == expected[name]
 
 
-def test_a_ridge_head_starts_training_below_the_loss_of_a_random_one(stages):
-    task = small.task("colours", 0)
-    first = {}
-    for head in ("random", "ridge"):
-        report = learner(stages, **{**ANCHORED, "head": head}).learn(task, Session())
-        first[head] = report["supernet_losses"][0]
-    assert first["ridge"] < first["random"] / 2
-
-
 def test_an_elimination_needs_all_ops_and_its_own_score():
     for settings in ({"remove": ("skip",)}, {"score": "closed_form"}):
         with pytest.raises(ValueError, match="sampling anchored uses Reuse, Adapt and Skip"):
             dataclasses.replace(small.QUICK, sampling="anchored", **settings)
-    with pytest.raises(ValueError, match="standard_errors is -1"):
-        dataclasses.replace(small.QUICK.search, standard_errors=-1)
 
 
 class OneNaN(FrozenFeatures):

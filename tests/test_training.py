@@ -309,6 +309,17 @@ def test_the_rate_follows_a_cosine_of_all_steps():
     assert learning_rate_at(FitConfig(epochs=2, schedule="constant"), 9, 10) == 1e-3
 
 
+def test_a_warm_start_raises_the_learning_rate_in_a_tenth_of_the_steps():
+    config = FitConfig(epochs=2, schedule="warm_cosine")
+    rates = [learning_rate_at(config, step, 40) for step in range(41)]
+    np.testing.assert_allclose(rates[:5], [2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+    assert rates[22] == pytest.approx(5e-4) and rates[40] == pytest.approx(0)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    plain = [learning_rate_at(FitConfig(epochs=2), step, 9) for step in range(9)]
+    # phases of less than ten steps have no step to spare
+    assert [learning_rate_at(config, step, 9) for step in range(9)] == plain
+
+
 def test_an_epoch_explores_or_exploits_as_a_whole():
     exploit = np.array([[1.0, 0, 0, 0]] * 4)
     uniform = np.full((4, 4), 0.25)

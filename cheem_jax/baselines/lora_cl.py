@@ -22,7 +22,6 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
-from cheem_jax.cheem.closed_form import start_with_ridge_head
 from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, router_arrays
 from cheem_jax.cheem.supernet import Supernet
@@ -54,9 +53,6 @@ class LoraClConfig:
     rank: int = 40
     """Rank of the pairs; for ViT-B, the paper's FLOPs correspond to a rank of 42 to 47."""
     fit: FitConfig = FitConfig(epochs=20)
-    head: Literal["random", "ridge"] = "random"
-    """Initial head, as in CHEEM: `random` samples a truncated normal; `ridge` is a ridge regression
-    on the features of the frozen backbone."""
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
 
@@ -99,13 +95,6 @@ class LoraCl(ExpertMemory):
             train = cache_tokens(
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )
-        if config.head == "ridge" and not fitting.progress.step:
-            with session.phase("head"):
-                state = start_with_ridge_head(
-                    network, executor, self.features, task.train, train, batch_size
-                )
-            fitting = fitting._replace(state=state)
-            underway.keep("finetune", fitting)
         num_images = images_left(fitting.progress, config.fit, num, batch_size)
         with session.phase("train", num_images, underway.saved) as advance:
             fitting = fit(

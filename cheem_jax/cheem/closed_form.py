@@ -21,7 +21,7 @@ from cheem_jax.cheem.training import dense_network
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.metrics import fit_temperature, fitted
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, compute_logits, padded
+from cheem_jax.core.pool import Head, compute_logits
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.executor import Executor, Place
@@ -144,26 +144,6 @@ def ridge_head(
     return Head(jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32)), float(
         ridge.alpha_ / num
     )
-
-
-def start_with_ridge_head(
-    supernet: Supernet,
-    executor: Executor,
-    frozen: FrozenFeatures,
-    train: Split,
-    feed: Feed,
-    batch_size: int,
-) -> SupernetState:
-    """Make the supernet's state before the first training step. The head of this state is a ridge
-    head that is fitted to the frozen backbone's features.
-
-    With a random head, the first steps of Adam would change the low-rank pairs in random
-    directions. On tasks with many classes and few images, the loss can then stay at that of a
-    uniform prediction (docs/search.md). `feed` is the feed of the images of `train`.
-    """
-    features = frozen_features(executor, frozen, train, feed, batch_size)
-    head, _ = ridge_head(features, train.labels, supernet.num_classes)
-    return supernet.start_from({}, padded(head))
 
 
 def frozen_features(

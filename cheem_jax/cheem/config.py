@@ -48,23 +48,22 @@ class SearchConfig:
     not by HEE (paper: 0.5)."""
     tolerance: float = 0.02
     """tau: accuracy loss accepted in return for fewer FLOPs, in absolute accuracy (paper: 2 %)."""
-    standard_errors: float = 1.0
-    """Increase of the mean validation loss that backward elimination accepts, in multiples of the
-    standard error of this increase."""
+    max_parameters: float = 0.5
+    """Number of parameters that backward elimination lets a task add, as a share of those of the
+    network that adapts every block."""
+    max_flops: float = 0.85
+    """FLOPs that backward elimination lets a task's network have, as a share of those of the
+    network that adapts every block."""
 
     def __post_init__(self) -> None:
         for name in ("population", "generations", "num_parents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
-        for name in ("mutation_rate", "epsilon", "tolerance"):
+        for name in ("mutation_rate", "epsilon", "tolerance", "max_parameters", "max_flops"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
                     f"search {name} is {getattr(self, name)}; expected a number in [0, 1]"
                 )
-        if not self.standard_errors >= 0:
-            raise ValueError(
-                f"search standard_errors is {self.standard_errors}; expected 0 or more"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +100,6 @@ class CheemConfig:
     also in mutation. `anchored` mostly samples Adapt of the expert that HEE prefers in each block,
     and replaces the evolutionary search by backward elimination from the network that adapts every
     block (docs/search.md)."""
-    head: Literal["random", "ridge"] = "random"
-    """Initial head of supernet training. `random` samples a truncated normal, as in the paper;
-    `ridge` fits a ridge regression to the features of the frozen backbone, so that the first
-    training steps do not degrade these features."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"

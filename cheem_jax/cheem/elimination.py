@@ -1,12 +1,11 @@
 """Backward elimination: a search that starts from a network that adapts every block, and replaces
-Adapt by Reuse or Skip as long as the validation loss allows it. The paper does not contain this
-search.
+Adapt by Reuse or Skip until the network is cheap enough. The paper does not contain this search.
 
 The search is a pure function of arrays. The loss function is an argument, so tests can search a toy
 landscape.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,36 +33,38 @@ class Eliminated(NamedTuple):
 
 
 LossFunction = Callable[[Int[np.ndarray, "P L"]], Losses]
+CostFunction = Callable[[Int[np.ndarray, "P L"]], Float[np.ndarray, "P K"]]
 
 
 def eliminate(
     score: LossFunction,
     anchor: Int[np.ndarray, "L"],
     changes: Sequence[Sequence[int]],
+    costs: CostFunction,
+    limits: Float[np.ndarray, "K"],
     *,
-    standard_errors: float,
     on_scored: Callable[[Eliminated], object] = lambda eliminated: None,
     earlier: Eliminated | None = None,
 ) -> tuple[Int[np.ndarray, "L"], Eliminated]:
-    """Replace genes of the anchor as long as the validation loss does not increase significantly.
+    """Replace genes of the anchor until no cost exceeds its limit.
 
-    First, each change of one gene is scored alone. Then the changes are tried one after another,
-    each together with the changes accepted before it. They are tried in increasing order of the
-    mean loss that each change has alone. A network is accepted if its loss minus the anchor's loss
-    on the same image, averaged over images, is at most `standard_errors` times the standard error
-    of this average. Most of the noise of a small validation set cancels in these differences. A
-    block can change more than once, but only to a candidate that is later in the block's list in
-    `changes`.
+    Each round scores all networks that differ from the current network in one gene, and keeps the
+    best of them. While a cost exceeds its limit, these networks are limited to those that lower
+    such a cost, and the best one adds the least loss per cost saved. Afterwards, the rounds go on
+    as long as the best network does not have a higher loss than the current one. A block can change
+    more than once, but only to a candidate that is later in the block's list in `changes`.
 
-    Returns the genome of the last accepted network, and all scored networks. Raises ValueError if
-    the anchor's loss is non-finite. A network with a non-finite loss is not accepted.
+    Returns the genome of the last network, and all scored networks. A cost remains above its limit
+    only if no further change lowers it. Raises ValueError if the anchor's loss is non-finite. A
+    network with a non-finite loss is never kept.
 
     Args:
         score: maps genomes `[P, L]` to losses on N images; all calls use the same images.
         anchor: genome to start from.
         changes: for each block, the candidate indices that can replace the anchor's index, from the
             most to the least expensive.
-        standard_errors: tolerance, in standard errors; 0 accepts no increase of the mean loss.
+        costs: maps genomes `[P, L]` to K costs of each network.
+        limits: the largest value of each cost.
         on_scored: is called with the progress after each call of `score`.
         earlier: progress of an interrupted elimination to resume; the result is the same as without
             the interruption.
@@ -76,11 +77,9 @@ def eliminate(
         networks = earlier
         memo = {tuple(genome.tolist()): index for index, genome in enumerate(earlier.genomes)}
 
-    def losses(genomes: Iterable[Code]) -> Float[np.ndarray, "P N"]:
+    def losses(genomes: Sequence[Code]) -> Float[np.ndarray, "P"]:
         nonlocal networks
-        wanted = list(genomes)
-        fresh = [genome for genome in dict.fromkeys(wanted) if genome not in memo]
-        if fresh:
+        if fresh := [genome for genome in genomes if genome not in memo]:
             rows = np.array(fresh, np.int32)
             scored = score(rows)
             memo.update({genome: len(memo) + i for i, genome in enumerate(fresh)})
@@ -90,38 +89,42 @@ def eliminate(
                 else Eliminated(*map(np.concatenate, zip(networks, (rows, *scored), strict=True)))
             )
             on_scored(networks)
-        return networks.losses[[memo[genome] for genome in wanted]]
+        return networks.losses[[memo[genome] for genome in genomes]].mean(axis=1)
 
-    start = tuple(anchor.tolist())
-    singles = [(block, code) for block, codes in enumerate(changes) for code in codes]
-    base, *alone = losses([start, *(changed(start, *single) for single in singles)])
-    if not np.isfinite(base).all():
+    start = current = tuple(anchor.tolist())
+    if not np.isfinite(losses([start])).all():
         raise ValueError(
             "the search found no architecture with a score: the loss of the network that adapts"
             " every block is non-finite; try lower learning rates"
         )
-    # NaN is last in this order
-    order = np.argsort([np.mean(values - base) for values in alone], kind="stable")
-    current = start
-    for index in order:
-        block, code = singles[index]
-        ranks = (start[block], *changes[block])
-        if ranks.index(code) < ranks.index(current[block]):
-            continue
-        candidate = changed(current, block, code)
-        (values,) = losses([candidate])
-        if is_accepted(values - base, standard_errors):
-            current = candidate
+    over = costs(anchor[None])[0] - limits
+    while options := cheaper(current, start, changes):
+        cost = costs(np.array([current], np.int32))[0]
+        excess = np.maximum(cost - limits, 0)
+        is_over = bool(excess.any())
+        saved = np.minimum(cost - costs(np.array(options, np.int32)), excess)
+        # costs have different units, so each saving is a share of what the anchor has to save
+        shares = (saved / np.where(excess > 0, over, 1)).sum(axis=1)
+        if is_over:
+            options = [option for option, share in zip(options, shares, strict=True) if share > 0]
+            shares = shares[shares > 0]
+        if not options:
+            break
+        added = losses(options) - losses([current])
+        # dividing a gain by its share would prefer the change that saves least
+        prices = np.where((added > 0) & is_over, added / np.where(is_over, shares, 1), added)
+        if not np.isfinite(prices).any() or (not is_over and np.nanmin(prices) > 0):
+            break
+        current = options[int(np.nanargmin(prices))]
     return np.array(current, np.int32), networks
 
 
-def is_accepted(differences: Float[np.ndarray, "N"], standard_errors: float) -> bool:
-    """Return whether the mean of paired differences is at most `standard_errors` times its standard
-    error. Return False if a difference is non-finite."""
-    error = np.std(differences, ddof=1) / np.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return bool(np.mean(differences) <= standard_errors * error)
-
-
-def changed(genome: Code, block: int, code: int) -> Code:
-    """Return a copy of `genome` with the candidate `code` in block number `block`."""
-    return (*genome[:block], code, *genome[block + 1 :])
+def cheaper(current: Code, start: Code, changes: Sequence[Sequence[int]]) -> list[Code]:
+    """Return the genomes that differ from `current` in one block, where they have a candidate that
+    is later in the block's list. `start` is the anchor."""
+    genomes = []
+    for block, (first, codes) in enumerate(zip(start, changes, strict=True)):
+        ranks = (first, *codes)
+        later = ranks[ranks.index(current[block]) + 1 :]
+        genomes += [(*current[:block], code, *current[block + 1 :]) for code in later]
+    return genomes

@@ -151,8 +151,10 @@ class Anchor(NamedTuple):
         return table
 
 
-ADAPT, SKIP = 0.85, 0.1
-"""Probabilities of Adapt and Skip in `Anchor.table`."""
+ADAPT, SKIP = 0.95, 0.03
+"""Probabilities of Adapt and Skip in `Anchor.table`, so each block lacks Adapt in one of twenty
+steps. With 0.85 instead of 0.95, the pairs learn less: gtsrb lost 3 points of validation accuracy
+(one seed)."""
 
 
 def anchored(exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]) -> Anchor:

@@ -20,7 +20,6 @@ from cheem_jax.cheem.closed_form import (
     closed_form_score,
     compare_heads,
     frozen_features,
-    start_with_ridge_head,
 )
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.elimination import Eliminated, eliminate
@@ -231,7 +230,7 @@ class Cheem(ExpertMemory):
         """Train the supernet (section 'Supernet Training')."""
         config = self.config
         supernet = self._supernet(learning, Phase.SUPERNET_INIT)
-        fitting = begin_stage(self.executor, self.features, learning, "supernet", supernet, config)
+        fitting = learning.underway.fitting("supernet", supernet)
         with learning.session.phase("prepare"):
             prepare(self.executor, supernet, config.batch_size)
             if config.sampling != "anchored":
@@ -298,16 +297,12 @@ class Cheem(ExpertMemory):
         config = self.config
         supernet = self._supernet(learning, Phase.FINETUNE_INIT)
         architecture = decode(codes, learning.candidates.sizes)
-        if config.weights == "inherited" and trained is not None:
-            fitting = learning.underway.fitting("finetune", supernet)
-            if not fitting.progress.step:
-                state = trained.supernet.inherit(trained.state, architecture)
-                fitting = fitting._replace(state=state)
-                learning.underway.keep("finetune", fitting)
-        else:
-            fitting = begin_stage(
-                self.executor, self.features, learning, "finetune", supernet, config
-            )
+        fitting = learning.underway.fitting("finetune", supernet)
+        is_new = not fitting.progress.step
+        if config.weights == "inherited" and trained is not None and is_new:
+            state = trained.supernet.inherit(trained.state, architecture)
+            fitting = fitting._replace(state=state)
+            learning.underway.keep("finetune", fitting)
         images = self._training_images(learning, Phase.FINETUNE_AUGMENTATION)
         if not config.augment:
             prefix = frozen_prefix(supernet, architecture)
@@ -433,6 +428,11 @@ def candidate_score(
     )
 
 
+ROUNDS = 7
+"""Number of rounds that backward elimination rarely exceeds, if each round scores all changes of
+the anchor."""
+
+
 def search_backward(
     executor: Executor,
     learning: Learning,
@@ -446,9 +446,15 @@ def search_backward(
     """
     underway = learning.underway
     labels = learning.task.val.labels
-    # the anchor is scored once; each change is scored alone, and at most once more together with
-    # the changes accepted before it
-    total = len(labels) * (1 + 2 * sum(map(len, anchor.changes)))
+    flops_of = architecture_flops(executor, trained.supernet)
+    anchor_flops = flops_of(anchor.genome[None])
+
+    def costs(genomes: Int[np.ndarray, "P L"]) -> Float[np.ndarray, "P 2"]:
+        # all pairs have the same number of parameters, and other changes add none
+        parameters = (genomes == anchor.genome).mean(axis=1)
+        return np.stack([parameters, flops_of(genomes) / anchor_flops], axis=1)
+
+    total = len(labels) * (1 + ROUNDS * sum(map(len, anchor.changes)))
     with learning.session.phase("search", total, underway.saved) as advance:
 
         def keep(eliminated: Eliminated) -> None:
@@ -467,32 +473,12 @@ def search_backward(
             ),
             anchor.genome,
             anchor.changes,
-            standard_errors=config.search.standard_errors,
+            costs,
+            np.array([config.search.max_parameters, config.search.max_flops]),
             on_scored=keep,
             earlier=underway.eliminated,
         )
     return codes
-
-
-def begin_stage(
-    executor: Executor,
-    frozen: FrozenFeatures,
-    learning: Learning,
-    name: str,
-    supernet: Supernet,
-    config: CheemConfig,
-) -> SupernetFit:
-    """Return the training stage `name`. It is in the state that an earlier process saved, or in its
-    initial state if nothing was saved."""
-    fitting = learning.underway.fitting(name, supernet)
-    if config.head == "ridge" and not fitting.progress.step:
-        with learning.session.phase("head"):
-            state = start_with_ridge_head(
-                supernet, executor, frozen, learning.task.train, learning.train, config.batch_size
-            )
-        fitting = fitting._replace(state=state)
-        learning.underway.keep(name, fitting)
-    return fitting
 
 
 def feed_splits(
@@ -723,10 +709,9 @@ def expected_seconds(
     if underway.searched is not None:
         generations -= underway.searched.generations
     networks = config.search.population * generations
-    # Backward elimination scores each change at most twice: alone, and together with the changes
-    # accepted before it. The estimate assumes two changes per block: to Reuse and to Skip.
     if config.sampling == "anchored":
-        networks = 4 * executor.num_blocks
+        # without earlier experts, each block can change to Reuse and to Skip
+        networks = 1 + ROUNDS * 2 * executor.num_blocks
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
     seconds = passes * _fastest(one_pass, 4) / len(rows)
     if config.augment:

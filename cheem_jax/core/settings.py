@@ -47,11 +47,12 @@ class FitConfig:
     """Number of passes over the training images (paper: 50 in supernet training, 20 in
     fine-tuning)."""
     learning_rate: float = 1e-3
-    """Initial learning rate of Adam (paper: 0.001)."""
-    schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
+    """Highest learning rate of Adam (paper: 0.001)."""
+    schedule: Literal["cosine", "warm_cosine", "epoch_cosine", "constant"] = "cosine"
     """Learning-rate schedule over the steps of the phase. `cosine` lowers the rate after every
-    step, down to 0; `epoch_cosine` lowers the rate after every epoch, down to 1.6 % of the initial
-    rate, as in the CODA-Prompt code; `constant` does not change the rate."""
+    step, down to 0. `warm_cosine` raises the rate linearly in the first tenth of the steps, and
+    then lowers it as `cosine` does. `epoch_cosine` lowers the rate after every epoch, down to 1.6 %
+    of the initial rate, as in the CODA-Prompt code. `constant` does not change the rate."""
     non_finite: Literal["stop", "skip"] = "stop"
     """Reaction to a non-finite loss or gradient: `stop` raises an error; `skip` skips the step and
     counts it."""

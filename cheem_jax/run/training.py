@@ -145,7 +145,13 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
         return config.learning_rate * math.cos(
             99 * math.pi * epoch / (200 * max(config.epochs - 1, 1))
         )
-    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
+    # Adam's first steps have the size of the learning rate. At a high rate they would change the
+    # low-rank pairs in the random directions that a random head asks for.
+    num_warm = total_steps // 10 if config.schedule == "warm_cosine" else 0
+    if step < num_warm:
+        return config.learning_rate * (step + 1) / (num_warm + 1)
+    angle = math.pi * (step - num_warm) / (total_steps - num_warm)
+    return config.learning_rate * 0.5 * (1.0 + math.cos(angle))
 
 
 def images_left(progress: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:

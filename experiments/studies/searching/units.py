@@ -40,8 +40,10 @@ class Recipe(NamedTuple):
     """False: the network that adapts every block is fine-tuned."""
 
 
-LORA = {f"lora-{rank}": rank for rank in (8, 16, 64, 128)}
+LORA = {f"lora-{rank}": rank for rank in (8, 16, 32, 64, 128)}
 """Ranks of LoRA-CL, keyed by recipe."""
+BACKWARD = {"backward-75": (0.75, 0.9), "backward-50": (0.5, 0.85), "backward-25": (0.25, 0.8)}
+"""Limits of parameters and FLOPs of backward elimination, keyed by recipe."""
 
 
 def _recipes() -> dict[str, Recipe]:
@@ -49,44 +51,51 @@ def _recipes() -> dict[str, Recipe]:
     plus = dataclasses.replace(PRESETS["quick_plus"], router=router)
     rate = plus.finetune.learning_rate
 
-    def ranked(rank: int, head: Literal["ridge", "random"] = "ridge") -> CheemConfig:
+    def ranked(
+        rank: int, schedule: Literal["warm_cosine", "cosine"] = "warm_cosine"
+    ) -> CheemConfig:
         return CheemConfig(
             ops=OpSettings(rank=rank),
-            supernet=FitConfig(8, rate),
+            supernet=FitConfig(8, rate, schedule),
             sampling="anchored",
-            head=head,
-            finetune=FitConfig(8, rate),
+            finetune=FitConfig(8, rate, schedule),
             weights="inherited",
             router=router,
             batch_size=plus.batch_size,
         )
 
-    def backward(standard_errors: float) -> Recipe:
+    def backward(parameters: float, flops: float) -> Recipe:
         config = ranked(64)
-        search = dataclasses.replace(config.search, standard_errors=standard_errors)
+        search = dataclasses.replace(config.search, max_parameters=parameters, max_flops=flops)
         return Recipe(dataclasses.replace(config, search=search))
 
-    def lora(rank: int, head: Literal["ridge", "random"] = "ridge") -> Recipe:
-        config = dataclasses.replace(ranked(rank, head), finetune=FitConfig(16, rate))
-        return Recipe(config, has_supernet=False, searches=False)
+    def lora(config: CheemConfig) -> Recipe:
+        whole = dataclasses.replace(config.finetune, epochs=16)
+        return Recipe(
+            dataclasses.replace(config, finetune=whole), has_supernet=False, searches=False
+        )
+
+    def warm(phase: FitConfig) -> FitConfig:
+        return dataclasses.replace(phase, schedule="warm_cosine")
 
     return {
         "quick": Recipe(PRESETS["quick"]),
         "plus": Recipe(plus),
-        "backward-0": backward(0),
-        "backward-1": backward(1),
-        "backward-2": backward(2),
+        "plus-warm": Recipe(
+            dataclasses.replace(plus, supernet=warm(plus.supernet), finetune=warm(plus.finetune))
+        ),
+        **{name: backward(*limits) for name, limits in BACKWARD.items()},
         "anchor": Recipe(ranked(64), searches=False),
-        "lora-64-random": lora(64, "random"),
-        **{name: lora(rank) for name, rank in LORA.items()},
+        "lora-64-cold": lora(ranked(64, "cosine")),
+        **{name: lora(ranked(rank)) for name, rank in LORA.items()},
     }
 
 
 RECIPES = _recipes()
 """The compared recipes, each with 16 passes over the training images: the paper's search on a small
-budget (quick), the closed-form search (plus), backward elimination within 0, 1 and 2 standard
-errors, its anchor without elimination, and LoRA-CL by rank, with a ridge head and with a random
-head at the start."""
+budget (quick), the closed-form search (plus), the same with a rising rate at the start of both
+phases (plus-warm), backward elimination by the limit of its parameters in percent, its anchor
+without elimination, and LoRA-CL by rank, whose rate rises at the start, except in lora-64-cold."""
 STEP = 3
 """Forward passes per training step on an image."""
 
