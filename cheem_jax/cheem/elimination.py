@@ -50,7 +50,7 @@ def eliminate(
 
     Each round scores all networks that differ from the current network in one gene, and keeps the
     best of them. While a cost exceeds its limit, these networks are limited to those that lower
-    such a cost, and the best one adds the least loss per cost saved. Afterwards, the rounds go on
+    such a cost, and the best one adds the least loss per cost saved. Afterwards, rounds continue
     as long as the best network does not have a higher loss than the current one. A block can change
     more than once, but only to a candidate that is later in the block's list in `changes`.
 
@@ -103,7 +103,7 @@ def eliminate(
         excess = np.maximum(cost - limits, 0)
         is_over = bool(excess.any())
         saved = np.minimum(cost - costs(np.array(options, np.int32)), excess)
-        # costs have different units, so each saving is a share of what the anchor has to save
+        # costs have different units, so each saving is a share of the anchor's excess
         shares = (saved / np.where(excess > 0, over, 1)).sum(axis=1)
         if is_over:
             options = [option for option, share in zip(options, shares, strict=True) if share > 0]
