@@ -46,7 +46,7 @@ class ViTConfig:
     """Whether the MLP is gated, as in SwiGLU: its hidden layer is multiplied by the activation of a
     second linear layer, `gate`."""
     pool: Pooling = "class"
-    """Pooling of the features. With `attention` and `mean` (SigLIP), the ViT has no CLS token."""
+    """Pooling of the features. SigLIP models use `attention` or `mean`, and have no CLS token."""
 
     @property
     def mlp_width(self) -> int:

@@ -139,8 +139,8 @@ class LoraCl(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """Estimate the bytes on disk for the next task.
 
-        The estimate counts the ops and the head, once in the task's checkpoint and with Adam's
-        moments in each of two rolling checkpoints, and the router's statistics.
+        The estimate has three parts: the task's checkpoint with the ops and the head, two rolling
+        checkpoints with these parameters and Adam's moments, and the router's statistics.
         """
         weight, bias = self.memory.pool[0][0].params
         is_new = self.config.op == "new"

@@ -347,8 +347,9 @@ class Cheem(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """Estimate the disk space for learning a task (see `Method.bytes_needed`).
 
-        The estimate counts the parameters of all candidates, once for the task's checkpoint and
-        with Adam's moments in each of two rolling checkpoints, and the router's statistics.
+        The estimate has three parts: the task's checkpoint with the parameters of all candidates,
+        two rolling checkpoints with these parameters and Adam's moments, and the router's
+        statistics.
         """
         supernet = supernet_size(self.memory.pool, self.config.ops.rank, len(task.classes))
         return 4 * ((2 * 3 + 1) * supernet + self.router_numbers(task))

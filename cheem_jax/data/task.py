@@ -53,8 +53,8 @@ class ClassSplit:
     first_task: int | None = None
     """Number of classes in the first task; None means `classes_per_task`."""
     class_order: int | tuple[str, ...] | None = None
-    """Seed of a permutation of the classes, all class names in learning order, or None for the data
-    set's order of classes."""
+    """Order of the classes: the seed of a random permutation, a tuple of all class names in
+    learning order, or None for the order of the data set."""
 
     def __post_init__(self):
         for name in ("classes_per_task", "first_task"):

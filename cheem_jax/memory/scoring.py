@@ -121,11 +121,11 @@ class OpenSetScore(NamedTuple):
 def read_labelled(
     state: MemoryState, data: Data, split: str, task: str | None
 ) -> list[tuple[str, Task, bool]]:
-    """Read labelled images of learned tasks; return the learned name of each task, its images, and
-    whether it was learned from these data.
+    """Read labelled images of learned tasks. For each task, return its name in the memory, its
+    images, and whether the memory learned the task from these data.
 
-    If the data are one task, `task` can be the name of the learned task. Raises ValueError for an
-    unknown split, and for tasks that the memory lacks.
+    If the data are one task, `task` can be the name of this task in the memory. Raises ValueError
+    for an unknown split, and for tasks that the memory lacks.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")

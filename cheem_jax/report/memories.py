@@ -76,8 +76,9 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     """Replace the last row of the accuracy matrices in a memory's results by the latest accuracies,
     and update the averages.
 
-    Forgetting is the drop from the highest accuracy since the task was learned. In the routing
-    matrix, a replaced row contains only the share of images with the right task ID.
+    Forgetting is the drop from the highest accuracy since the task was learned. If `cheem evaluate`
+    used other images of a task, only one entry of the task's row in the routing matrix remains: the
+    share of these images for which the router inferred the right task ID.
     """
     names = [task["name"] for task in results["tasks"]]
     if not measured or not set(measured) & set(names):

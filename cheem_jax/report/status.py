@@ -81,7 +81,7 @@ def _lives(pid: int, since: float) -> bool:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; {} if it is missing or cannot be read."""
+    """Read the JSON object in a file. Return {} if the file is missing or cannot be read."""
     try:
         return record.read_object(file)
     except (OSError, ValueError):

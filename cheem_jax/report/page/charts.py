@@ -541,8 +541,8 @@ def task_axis(
 
 
 def task_label(results: Results, task: int, limit: int = 60) -> str:
-    """Label a task, such as `T1 food10` for task 0. The number makes the label unique. Task -1 is
-    the base."""
+    """Return the label of a task; the label of task 0 is, for example, `T1 food10`. The number
+    makes the label unique. Task -1 is the base."""
     return "base" if task < 0 else shown(f"T{task + 1} {results['tasks'][task]['name']}", limit)
 
 
