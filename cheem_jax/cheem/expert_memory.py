@@ -100,8 +100,8 @@ class Underway:
         return sum(fit.skipped for fit in self.fits.values())
 
     def fitting(self, name: str, supernet: Supernet) -> SupernetFit:
-        """Return the training stage `name`. It starts from its saved state if there is one, and from
-        the supernet's initial state otherwise."""
+        """Return the training stage `name`, which starts from its saved state if there is one, and
+        from the supernet's initial state otherwise."""
         arrays = self.learned.pop(name, None)
         state = supernet.init() if arrays is None else supernet.from_arrays(arrays)
         fitting = SupernetFit(supernet, state, self.fits.get(name, FitState()))
