@@ -11,6 +11,7 @@ from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import dense_network, prepare, train_step
 from cheem_jax.core.architecture import decode, from_strings
+from cheem_jax.core.device import CPU, Device
 from cheem_jax.core.ops import Reuse
 from cheem_jax.core.pool import dense_experts, grow
 from cheem_jax.engine.batches import batches
@@ -68,12 +69,15 @@ def test_skip_everywhere_leaves_the_attention_only_or_the_ffn_only_network():
         np.testing.assert_allclose(stages.features(walked.tokens), expected(IMAGES), atol=1e-5)
 
 
-def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(compilations):
-    stages = Stages(VIT, "mlp_down")
-    prepare(stages, supernet_of(stages), 16)
+# an accelerator scores 40 images in two calls of 24
+@pytest.mark.parametrize("device", [CPU, Device(is_host=False, forward_sizes=(24,))])
+def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(compilations, device):
+    stages = Stages(VIT, "mlp_down", device=device)
+    images = np.resize(IMAGES, (40, *IMAGES.shape[1:]))
+    prepare(stages, supernet_of(stages), 16, len(images))
     rng = np.random.default_rng(0)
     other = supernet_of(stages, num_classes=4)
-    prepare(stages, other, 16)
+    prepare(stages, other, 16, len(images))
     with compilations() as programs:
         for supernet in (supernet_of(stages, grown=False), other):
             state = supernet.init()
@@ -88,8 +92,8 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
                     stages,
                     [network],
                     state.head.params,
-                    HostImages(stages, IMAGES),
-                    LABELS,
+                    HostImages(stages, images),
+                    np.resize(LABELS, len(images)),
                     num_classes=3,
                     batch_size=16,
                     advance=lambda num, note="": None,

@@ -232,7 +232,8 @@ class Cheem(ExpertMemory):
         supernet = self._supernet(learning, Phase.SUPERNET_INIT)
         fitting = learning.underway.fitting("supernet", supernet)
         with learning.session.phase("prepare"):
-            prepare(self.executor, supernet, config.batch_size)
+            num_val = len(learning.task.val.labels)
+            prepare(self.executor, supernet, config.batch_size, num_val)
             if config.sampling != "anchored":
                 prepare_search(tables.exploit, config.search)
         draws = supernet_draws(

@@ -191,10 +191,12 @@ def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]
     ]
 
 
-def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
+def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored: int) -> None:
     """Compile all functions for training, scoring and evaluating this task by running each once.
 
     Compilation depends only on shapes, so the functions run on blank images and a temporary state.
+    `num_scored` is the number of images on which the search scores a candidate, because it
+    determines how many images an accelerator processes per call.
     After this call, sampling an architecture triggers no compilation, unless the executor compiles
     one function per signature (tuple of op kinds). With more than one device, the first generation
     of the search compiles the forward functions for each further device.
@@ -204,10 +206,14 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     rows = executor.rows(batch_size)
     last = executor.num_blocks - 1
     layout = executor.layout
-    tokens = executor.begin(layout.rows(np.zeros((rows, size, size, 3), np.uint8)))
-    labels = layout.rows(np.zeros(rows, np.int32))
-    mask = layout.weights(np.ones(rows, np.float32))
-    step = [Batch(tokens, labels, mask / batch_size)] * (batch_size // rows)
+
+    def blank(rows: int) -> Batch:
+        images = layout.rows(np.zeros((rows, size, size, 3), np.uint8))
+        labels = layout.rows(np.zeros(rows, np.int32))
+        return Batch(executor.begin(images), labels, layout.weights(np.ones(rows, np.float32)))
+
+    one = blank(rows)
+    step = [one._replace(weights=one.weights / batch_size)] * (batch_size // rows)
     adapt = Choice("adapt", 0)
     new = Choice("new")
     reuse = Choice("reuse", 0)
@@ -216,13 +222,22 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     # after a learnable op, and each learnable op as the first learnable op.
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
+    num = executor.num_blocks
+    architectures = [(first, *[behind] * (last - 1), end)[-num:] for first, behind, end in patterns]
     if not executor.composes:
         # an executor that does not compose functions compiles one function for all patterns, or a
         # separate function for each pattern; in both cases, only the first pattern is compiled here
-        patterns = patterns[:1]
-    for first, behind, end in patterns:
-        architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
+        architectures = architectures[:1]
+    elif not executor.device.is_host:
+        # an accelerator updates all learners of a kind together, by a function for their number
+        architectures += [
+            (kind,) * learned + (reuse,) * (num - learned)
+            for kind in (adapt, new)
+            for learned in range(1, num + 1)
+        ]
+    for architecture in architectures:
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
+    tokens, labels, mask = blank(executor.forward_rows(batch_size, num_scored))
     for codes in ([adapt] * last + [skip], [reuse] * last + [reuse]):
         network = dense_network(supernet, scratch, encode(tuple(codes), supernet.sizes), {})
         (walked,) = executor.walk([network], tokens, mask)

@@ -34,6 +34,7 @@ from cheem_jax.engine.executor import (
     Setup,
     Tokens,
     Trained,
+    Update,
     Walked,
     add,
     guard,
@@ -105,6 +106,15 @@ class Stages(Executor):
         self._backward = self.jit(backward)
         self._loss = self.jit(loss_and_gradients)
 
+        @functools.cache
+        def updater(update: Update):
+            def update_each(pairs, rate, loss):
+                return [update(learner, grad, rate, loss) for learner, grad in pairs]
+
+            return self.jit(update_each)
+
+        self._updater = updater
+
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
         """Return the number of images per call, a divisor of `batch_size`. On a CPU, limit the
         widest activations of a block to `working_set` bytes."""
@@ -145,11 +155,21 @@ class Stages(Executor):
             loss = add(loss, more_loss)
             head_grad = add(head_grad, more_head)
             grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
+        places = {block: (block, architecture[block]) for block in grads}
+        pairs = {places[block]: (learners[places[block]], grad) for block, grad in grads.items()}
+        if self.device.is_host:
+            changed = {place: setup.update(*pair, rate, loss) for place, pair in pairs.items()}
+            return Trained(changed, setup.update(head, head_grad, rate, loss), [loss])
+        # A call costs the host of an accelerator more than these updates cost the accelerator, so
+        # all learners of a kind share a call. A function is compiled for each number of learners.
+        update = self._updater(setup.update)
         changed = {}
-        for block, grad in grads.items():
-            place = (block, architecture[block])
-            changed[place] = setup.update(learners[place], grad, rate, loss)
-        return Trained(changed, setup.update(head, head_grad, rate, loss), [loss])
+        for kind in ("adapt", "new"):
+            some = {place: pair for place, pair in pairs.items() if place[1].kind == kind}
+            if some:
+                changed |= zip(some, update(list(some.values()), rate, loss), strict=True)
+        (head,) = update([(head, head_grad)], rate, loss)
+        return Trained(changed, head, [loss])
 
     def gradients(
         self, ops: Ops, head: Head, batch: Batch, num_classes: int

@@ -233,10 +233,16 @@ def _moved(
             return 2 * sizes[1]
         return line.bytes + (line.bytes if line.opcode in SLICES else sum(sizes))
     inner = computations[called[0]]
+    # a bitcast moves nothing, so its users are those of its operand
+    origins = dict[str, str]()
     users: dict[str, list[Line]] = collections.defaultdict(list)
-    for instruction in inner.values():
-        for operand in set(instruction.operands):
-            users[operand].append(instruction)
+    for name, instruction in inner.items():
+        operands = [origins.get(operand, operand) for operand in instruction.operands]
+        if instruction.opcode == "bitcast":
+            origins[name] = operands[0]
+            continue
+        for operand in set(operands):
+            users[operand].append(instruction._replace(operands=operands))
     read = 0
     written = line.bytes
     for name, instruction in inner.items():
@@ -350,9 +356,6 @@ def count(
     experts = dense_experts(base_pool(vit.experts("mlp_down")))
     supernet = Supernet(jax.random.key(1), experts, NUM_CLASSES, OpSettings())
     state = supernet.init()
-    setup = supernet.setup
-    if name == "stages":  # the step of other executors includes the update
-        object.__setattr__(supernet, "setup", setup._replace(update=Compiled(setup.update, layout)))
     codes = np.asarray(
         sample(jax.random.key(0), uniform_table([1] * config.depth).astype(np.float32), num=num)
     )

@@ -52,6 +52,22 @@ def test_every_iteration_of_a_loop_counts_and_a_slice_counts_as_the_slice():
     assert h100.kernels(TEXT) == Kernels(1 + 5 * 2, product + 5 * turn, conditionals=0, loops=1)
 
 
+def test_a_slice_of_a_bitcast_counts_as_the_slice():
+    text = """
+%third (x: f32[40,30]) -> f32[4,10,10] {
+  %x = f32[40,30]{1,0} parameter(0)
+  %cast = f32[4,10,30]{2,1,0} bitcast(%x)
+  ROOT %part = f32[4,10,10]{2,1,0} slice(%cast), slice={[0:4], [0:10], [20:30]}
+}
+
+ENTRY %main (a: f32[40,30]) -> f32[4,10,10] {
+  %a = f32[40,30]{1,0} parameter(0)
+  ROOT %q = f32[4,10,10]{2,1,0} fusion(%a), kind=kLoop, calls=%third
+}
+"""
+    assert h100.kernels(text) == Kernels(1, 2 * 4 * 400, conditionals=0, loops=0)
+
+
 def test_a_conditional_counts_with_its_largest_branch():
     text = """
 %none (x: f32[4]) -> f32[4] {
