@@ -1,8 +1,8 @@
 """Frozen linear, the lower reference: a linear head per task on frozen features, with CHEEM's
 router.
 
-The head is ridge regression on one-hot labels (scikit-learn's RidgeClassifier). Its penalty is
-selected per task on the validation split. Training the backbone is useful only if the result is
+The head is ridge regression on one-hot labels, which predicts the same classes as scikit-learn's
+RidgeClassifier. Its penalty is selected per task on the validation split. Training the backbone is useful only if the result is
 more accurate than this reference.
 """
 

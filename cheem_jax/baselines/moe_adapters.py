@@ -264,8 +264,8 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
         return moe_costs(self.vit, self.encoder, self.config, num, num_classes)
 
     def bytes_beside(self, task: Task) -> int:
-        """Return the bytes of an auto-encoder, estimated from its weights."""
-        return 4 * 4 * self.encoder.width * HIDDEN
+        """Return the bytes of an auto-encoder, estimated from its two weight matrices."""
+        return 4 * 2 * self.encoder.width * HIDDEN
 
     def run(
         self, images: Images, task_ids: Int[np.ndarray, "N"] | None

@@ -82,7 +82,7 @@ def absent_classes(task: Task, learned: TaskMemory) -> list[str]:
     return absent
 
 
-def outnumbers(task: Task, learned: TaskMemory, num_before: int) -> bool:
+def can_finetune(task: Task, learned: TaskMemory, num_before: int) -> bool:
     """Return whether fine-tuning is a candidate for an extension.
 
     The new images have to contain every learned class, and their number has to be at least

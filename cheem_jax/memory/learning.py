@@ -50,7 +50,7 @@ from cheem_jax.memory.extending import (
     mix_quantiles,
     move_samples,
     new_temperature,
-    outnumbers,
+    can_finetune,
     sample_features,
 )
 from cheem_jax.memory.forgetting import without_numbers
@@ -169,7 +169,7 @@ def extend(
             f"no new images of {listed}; the network stays as it is, and the head is computed from"
             " the stored means and covariance of these classes"
         )
-    elif outnumbers(task, before, num_before):
+    elif can_finetune(task, before, num_before):
         reason = (
             "every learned class has new images, and there are enough of them, so fine-tuning is"
             " tried"
@@ -254,7 +254,7 @@ class MemoryLearner(Cheem):
 
         The copy starts with the same experts. `best_candidate` selects one of up to three
         candidates: the unchanged task (only if there are no new classes), the same network with a
-        head computed from the statistics of all classes, and the fine-tuned network. `outnumbers`
+        head computed from the statistics of all classes, and the fine-tuned network. `can_finetune`
         returns whether fine-tuning is a candidate; `num_before` is the number of earlier training
         images. In every case, the router's statistics of old and new images are combined
         (`add_router_statistics`).
@@ -321,7 +321,7 @@ class MemoryLearner(Cheem):
             candidates.append(candidate("head", head, result.val, samples))
         losses = {}
         tuned = None
-        if outnumbers(task, before, num_before):
+        if can_finetune(task, before, num_before):
             fitting = self.finetune(learning, fitting, encode(chosen, learning.candidates.sizes))
             losses = {"finetune_losses": fitting.progress.losses}
             tuned = version(fitting)

@@ -150,7 +150,7 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Raises CorruptedCheckpoint if a file is missing, has changed or cannot be parsed; ValueError if
     the checkpoint has another format; and OSError or MemoryError if it cannot be read at present.
-    Each error contains the directory and the reason.
+    Each error except MemoryError contains the directory and the reason.
     """
     directory = absolute(directory)
     meta = load_meta(directory)
