@@ -2,8 +2,8 @@
 router.
 
 The head is ridge regression on one-hot labels, which predicts the same classes as scikit-learn's
-RidgeClassifier. Its penalty is selected per task on the validation split. Training the backbone is useful only if the result is
-more accurate than this reference.
+RidgeClassifier. Its penalty is selected per task on the validation split. Training the backbone is
+useful only if the result is more accurate than this reference.
 """
 
 import dataclasses

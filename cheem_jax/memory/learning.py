@@ -45,12 +45,12 @@ from cheem_jax.memory.extending import (
     add_router_statistics,
     add_statistics,
     best_candidate,
+    can_finetune,
     class_statistics,
     discriminant_head,
     mix_quantiles,
     move_samples,
     new_temperature,
-    can_finetune,
     sample_features,
 )
 from cheem_jax.memory.forgetting import without_numbers
