@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 import small
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
 from sklearn.linear_model import Ridge
 
 from cheem_jax.backbone.params import build
@@ -73,20 +75,30 @@ def test_the_ridge_head_is_that_of_the_least_squared_error_without_each_image(la
     num = len(labels)
     x = (features - features.mean(0)) / features.std(0)
     y = np.eye(num_classes)[labels]
-    errors = {}
+    alone = {}
     for penalty in HEAD_PENALTIES:
         rests = [np.arange(num) != out for out in range(num)]
-        alone = [
-            Ridge(alpha=penalty * num).fit(x[rest], y[rest]).predict(x[~rest])[0] for rest in rests
-        ]
-        errors[penalty] = np.square(np.array(alone) - y).sum()
+        alone[penalty] = np.array(
+            [
+                Ridge(alpha=penalty * num).fit(x[rest], y[rest]).predict(x[~rest])[0]
+                for rest in rests
+            ]
+        )
+    errors = {penalty: np.square(answers - y).sum() for penalty, answers in alone.items()}
     head, penalty = ridge_head(features, labels, num_classes)
     assert penalty == pytest.approx(min(errors, key=errors.__getitem__))
     logits = compute_logits(features, head)
     wanted = Ridge(alpha=penalty * num).fit(x, y).predict(x)
     scale = np.std(logits) / np.std(wanted)
     np.testing.assert_allclose(logits, scale * wanted, rtol=1e-3, atol=1e-3 * scale)
-    assert 4 <= scale <= 100, "the scale of logits, not that of targets 0 and 1"
+    # the scale maximises the log-probability of the labels, each predicted without its image
+    answers = alone[min(errors, key=errors.__getitem__)]
+    best = minimize_scalar(
+        lambda scale: -log_softmax(scale * answers, axis=1)[np.arange(num), labels].mean(),
+        bounds=(4, 100),
+        method="bounded",
+    ).x
+    assert scale == pytest.approx(best, rel=0.02)
 
 
 @pytest.mark.parametrize("labels", SETS.values(), ids=SETS.keys())

@@ -101,6 +101,13 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
     assert programs.count == 0
 
 
+def test_a_call_has_the_largest_divisor_of_the_batch_that_fits_the_working_set():
+    stages = STAGES["mlp_down"]
+    image = 4 * VIT.config.num_tokens * VIT.config.mlp_width
+    rows = [stages.rows(12, num * image) for num in (0, 1, 2, 4, 5, 6, 11, 12)]
+    assert rows == [1, 1, 2, 4, 4, 6, 6, 12]
+
+
 def test_networks_that_share_prefixes_compute_exactly_the_same_as_alone():
     stages = STAGES["mlp_down"]
     supernet = supernet_of(stages)

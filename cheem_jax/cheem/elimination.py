@@ -69,13 +69,9 @@ def eliminate(
         earlier: progress of an interrupted elimination to resume; the result is the same as without
             the interruption.
     """
-    memo: dict[Code, int] = {}
-    networks = Eliminated(
-        np.zeros((0, len(anchor)), np.int32), np.zeros((0, 0)), np.zeros((0, 0), bool)
-    )
-    if earlier is not None:
-        networks = earlier
-        memo = {tuple(genome.tolist()): index for index, genome in enumerate(earlier.genomes)}
+    networks = earlier
+    scored_before = [] if earlier is None else earlier.genomes.tolist()
+    memo: dict[Code, int] = {tuple(genome): index for index, genome in enumerate(scored_before)}
 
     def losses(genomes: Sequence[Code]) -> Float[np.ndarray, "P"]:
         nonlocal networks
@@ -85,10 +81,11 @@ def eliminate(
             memo.update({genome: len(memo) + i for i, genome in enumerate(fresh)})
             networks = (
                 Eliminated(rows, *scored)
-                if not len(networks.genomes)
+                if networks is None
                 else Eliminated(*map(np.concatenate, zip(networks, (rows, *scored), strict=True)))
             )
             on_scored(networks)
+        assert networks is not None, "the anchor, at least, is scored"
         return networks.losses[[memo[genome] for genome in genomes]].mean(axis=1)
 
     start = current = tuple(anchor.tolist())
@@ -116,6 +113,7 @@ def eliminate(
         if not np.isfinite(prices).any() or (not is_over and np.nanmin(prices) > 0):
             break
         current = options[int(np.nanargmin(prices))]
+    assert networks is not None, "the anchor, at least, is scored"
     return np.array(current, np.int32), networks
 
 
