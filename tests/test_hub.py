@@ -19,6 +19,7 @@ from commands import cheem
 from test_memory import STREAM, begin, dying
 
 import cheem_jax
+from cheem_jax.core.hub import hub_errors
 from cheem_jax.memory.state import MemoryState
 
 REPO = "someone/pets"
@@ -245,6 +246,31 @@ def test_a_hub_that_fails_is_reported_in_one_line(
     status, _, err = cheem(capsys, command, *words)
     assert status == 2 and err.count("\n") == 1 and said in err and repr(REPO) in err
     assert not hub.repositories[REPO] and [file.name for file in tmp_path.iterdir()] == ["pets"]
+
+
+class OfTheClient(ValueError):
+    """Stands for the client's errors for invalid names."""
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ValueError("set HF_HOME")], ids=repr
+)
+def test_errors_of_the_disk_and_of_the_settings_pass_the_hub_unchanged(error):
+    with pytest.raises(type(error)) as caught, hub_errors(REPO, "pull"):
+        raise error
+    assert caught.value is error
+
+
+def test_other_errors_become_one_line_of_at_most_300_characters_of_the_error():
+    for error, said in (
+        (OfTheClient("bad\n name"), "bad name; expected OWNER/NAME"),
+        (RuntimeError("x" * 999), f"the hub does not answer ({'x' * 300});"),
+        (RuntimeError(), "the hub does not answer (RuntimeError);"),
+    ):
+        with pytest.raises(OSError, match=f"^cannot pull '{REPO}': ") as caught:
+            with hub_errors(REPO, "pull"):
+                raise error
+        assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(

@@ -194,3 +194,17 @@ def test_without_cudnn_the_attention_stays_and_the_log_says_so(monkeypatch):
     device.flash_problem.cache_clear()
     assert result.attention == "ours" and "does not compile (" in result.remark
     assert device.default_device(deterministic=True) == ACCELERATOR
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(ValueError("no head of 20\nmore"), "no head of 20"), (KeyError(), "KeyError")],
+)
+def test_the_reason_against_cudnn_is_the_first_line_of_the_error(monkeypatch, error, reason):
+    def refuse(*arrays, **settings):
+        raise error
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
+    device.flash_problem.cache_clear()
+    assert device.flash_problem() == reason
+    device.flash_problem.cache_clear()

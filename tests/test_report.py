@@ -11,7 +11,7 @@ from rich.console import Console
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import figures, table
-from cheem_jax.report.table import spread
+from cheem_jax.report.table import setting_rows, spread
 
 OPS = ("reuse:0", "adapt:0", "new", "skip", "reuse:0")
 
@@ -223,3 +223,10 @@ def test_a_thousand_tasks_with_long_names_still_make_figures_that_can_be_read(tm
 def test_a_selection_of_many_is_spread_evenly_from_the_first_to_the_last():
     assert spread(5, 9) == [0, 1, 2, 3, 4] and spread(1, 9) == [0]
     assert spread(1000, 4) == [0, 333, 666, 999]
+
+
+def test_the_settings_are_those_that_the_results_have():
+    results = {"method": "cheem", "image_size": 96, "router": None, "base_means": "neutral"}
+    rows = dict(setting_rows(results))
+    assert rows["method"] == "cheem" and rows["image size"] == "96"
+    assert "router" not in rows and "seed" not in rows and "base means" in rows

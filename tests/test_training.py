@@ -17,6 +17,7 @@ from cheem_jax.cheem.training import (
     constant_draws,
     fit,
     frozen_prefix,
+    head_losses,
     make_step,
     steps_of,
     supernet_draws,
@@ -393,6 +394,18 @@ def test_prefetched_batches_arrive_in_order_and_their_errors_reach_the_reader():
     assert next(result) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(result)
+
+
+def test_losses_and_correct_predictions_are_those_of_the_supernets_head():
+    state = fitted(constant_draws(np.array([0, 2, 1, 0])), FitConfig(epochs=2)).state
+    genomes = np.array([[0, 3, 1, 0], [2, 0, 1, 3], [1, 1, 1, 1]])
+    arguments = (STAGES, NET, state, FEED, TASK.train.labels)
+    scored = head_losses(*arguments, batch_size=16)(genomes)
+    right = supernet_score(*arguments, batch_size=16)(genomes)
+    np.testing.assert_array_equal(scored.correct.sum(axis=1), right)
+    assert len(np.unique(right)) > 1
+    # a wrong prediction has at most half of the probability
+    assert (scored.values[~scored.correct] >= np.log(2)).all() and (scored.values > 0).all()
 
 
 def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_the_device():

@@ -103,7 +103,7 @@ def with_absolute_paths(settings: _Settings) -> _Settings:
 def _absolute_paths_in(value: Any) -> Any:
     if isinstance(value, Path):
         return absolute(value)
-    if isinstance(value, tuple) and any(isinstance(item, Path) for item in value):
+    if isinstance(value, tuple):
         return tuple(map(_absolute_paths_in, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return with_absolute_paths(value)
