@@ -10,11 +10,16 @@ from baselines import check_method, learner
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import backbone_flops, pair_flops
+from cheem_jax.baselines.catalogue import FrozenNetworks
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig, LoraFinetune, LoraFinetuneConfig
+from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.kernels import product
+from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import Adapt, LowRank, apply_op
-from cheem_jax.core.pool import dense_expert
+from cheem_jax.core.pool import Head, dense_expert
 from cheem_jax.core.settings import FitConfig
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import FrozenFeatures
 from cheem_jax.run.session import Session
 
 SETTINGS = {"rank": 2, "fit": FitConfig(epochs=2, learning_rate=1e-2), "batch_size": 16}
@@ -53,6 +58,28 @@ def test_tasks_learned_in_any_order_and_by_either_method_get_the_same_weights():
             method.learn(tasks[index], Session())
     for other in methods[1:]:
         chex.assert_trees_all_equal(pairs_of(methods[0], "task1"), pairs_of(other, "task1"))
+
+
+@pytest.mark.parametrize(("placement", "num_attending"), [("mlp_down", 4), ("attn_proj", 2)])
+def test_attention_products_count_in_the_branches_that_run(placement, num_attending):
+    stages = Stages(small.backbone(), placement)
+    features = FrozenFeatures(stages, 16)
+    networks = FrozenNetworks(stages, features, features)
+    method = LoraFinetune(networks, LoraFinetuneConfig(**SETTINGS), Keys(0), 1)
+    vit = small.CONFIG
+    method.remember(
+        small.task("colours", 0),
+        pool=method.memory.pool,
+        architecture=from_strings(["reuse:0", "skip", "skip", "reuse:0"]),
+        experts=(0, None, None, 0),
+        head=Head(jnp.zeros((vit.width, 3)), jnp.zeros(3)),
+        means=np.zeros((vit.depth, vit.width), np.float32),
+        seed=0,
+        session=Session(),
+    )
+    costs = method.costs(0)
+    products = 4 * vit.num_tokens**2 * vit.width  # queries by keys, and weights by values
+    assert costs["flops_explicit"] - costs["flops"] == num_attending * products
 
 
 @pytest.mark.full
