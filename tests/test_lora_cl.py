@@ -65,7 +65,7 @@ def test_attention_products_count_in_the_branches_that_run(placement, num_attend
     stages = Stages(small.backbone(), placement)
     features = FrozenFeatures(stages, 16)
     networks = FrozenNetworks(stages, features, features)
-    method = LoraFinetune(networks, LoraFinetuneConfig(**SETTINGS), Keys(0), 1)
+    method = LoraCl(networks, LoraClConfig(**SETTINGS), Keys(0), 1)
     vit = small.CONFIG
     method.remember(
         small.task("colours", 0),
@@ -79,7 +79,9 @@ def test_attention_products_count_in_the_branches_that_run(placement, num_attend
     )
     costs = method.costs(0)
     products = 4 * vit.num_tokens**2 * vit.width  # queries by keys, and weights by values
-    assert costs["flops_explicit"] - costs["flops"] == num_attending * products
+    # the router runs the plain backbone
+    explicit = costs["flops_explicit"] - costs["flops_method"]
+    assert explicit == (num_attending + vit.depth) * products
 
 
 @pytest.mark.full
