@@ -193,6 +193,7 @@ def test_without_cudnn_the_attention_stays_and_the_log_says_so(monkeypatch):
     result = device.default_device()
     device.flash_problem.cache_clear()
     assert result.attention == "ours" and "does not compile (" in result.remark
+    assert not result.is_host and result.is_narrow
     assert device.default_device(deterministic=True) == ACCELERATOR
 
 
