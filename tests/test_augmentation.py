@@ -100,6 +100,20 @@ def test_a_change_keeps_the_form_and_only_the_identity_keeps_the_image(monkeypat
     )
 
 
+def test_changes_have_strengths_of_both_signs_and_all_sizes(monkeypatch):
+    strengths = []
+
+    def record(image, strength):
+        strengths.append(strength)
+        return image
+
+    monkeypatch.setattr("cheem_jax.data.augmentation.CHANGES", {"record": record})
+    for seed in range(100):
+        augment(IMAGES[0], np.random.default_rng(seed))
+    assert len(strengths) == 200 and -1 <= min(strengths) < -0.9 and 0.9 < max(strengths) <= 1
+    assert abs(np.mean(strengths)) < 0.15
+
+
 def changed(name: str, pixels: np.ndarray, strength: float) -> np.ndarray:
     return np.asarray(CHANGES[name](Image.fromarray(pixels), strength)).astype(float)
 

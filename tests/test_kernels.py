@@ -197,6 +197,12 @@ def test_without_cudnn_the_attention_stays_and_the_log_says_so(monkeypatch):
     assert device.default_device(deterministic=True) == ACCELERATOR
 
 
+def test_with_cudnn_its_attention_is_taken(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(device, "flash_problem", lambda: None)
+    assert device.default_device() == dataclasses.replace(ACCELERATOR, attention="cudnn")
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(ValueError("no head of 20\nmore"), "no head of 20"), (KeyError(), "KeyError")],

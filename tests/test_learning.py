@@ -127,6 +127,7 @@ def test_an_elimination_starts_from_adapt_everywhere_and_ends_within_its_limits(
     assert flops[result["chosen"]] == report["flops"] <= 0.85 * flops[0]
     assert sum(op.startswith("adapt") for op in report["architecture"]) <= 2  # of 4 blocks
     assert not any(op.startswith("new") for op in report["architecture"])
+    assert report.get("frozen_head") is None  # nothing asks for this comparison
     assert report["validation_accuracy"] == result["correct"][result["chosen"]] / 20
 
 
