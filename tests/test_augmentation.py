@@ -88,6 +88,22 @@ def test_a_crop_shows_a_square_of_the_image(monkeypatch):
     assert 0.49 < min(areas) < 0.6 and 0.85 < max(areas) <= 1.01
 
 
+def test_crops_reach_every_edge(monkeypatch):
+    monkeypatch.setattr(
+        "cheem_jax.data.augmentation.CHANGES", {"identity": lambda image, strength: image}
+    )
+    column = np.arange(0, 256, 4, dtype=np.uint8)
+    image = np.stack([np.tile(column, (64, 1))] * 3, axis=-1)
+    # the grey values of the outer columns, sorted because half of the crops are mirrored
+    ends = np.sort(
+        [
+            augment(image, np.random.default_rng(seed))[32, [0, -1], 0].astype(int)
+            for seed in range(300)
+        ]
+    )
+    assert ends[:, 0].min() <= 1 and ends[:, 1].max() >= 251
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_keeps_the_form_and_only_the_identity_keeps_the_image(monkeypatch, name):
     monkeypatch.setattr("cheem_jax.data.augmentation.SMALLEST_AREA", 1)

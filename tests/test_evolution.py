@@ -104,7 +104,6 @@ def test_a_search_without_any_score_says_so():
         run(lambda genomes: np.full(len(genomes), np.nan))
 
 
-@pytest.mark.full
 def test_a_small_space_is_searched_whole_and_then_the_search_stops():
     winner, scored = search(
         jax.random.key(0),

@@ -130,9 +130,16 @@ def test_mean_tokens_of_the_base_equal_a_plain_average():
     images = np.concatenate([IMAGES, IMAGES[:5]])  # the last batch is padded
     networks = [network, [*network[:2], Dense(-1, None), network[3]]]
     feed = HostImages(stages, images)
+    passed = []
     result = token_means(
-        stages, networks, feed, len(images), batch_size=16, advance=lambda num, note="": None
+        stages,
+        networks,
+        feed,
+        len(images),
+        batch_size=16,
+        advance=lambda num, note="": passed.append(num),
     )
+    assert sum(passed) == 2 * 21
 
     @jax.jit
     def components(images):
