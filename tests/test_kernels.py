@@ -198,6 +198,7 @@ def test_without_cudnn_the_attention_stays_and_the_log_says_so(monkeypatch):
 
 
 def test_with_cudnn_its_attention_is_taken(monkeypatch):
+    assert device.default_device().is_host  # the tests run on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(device, "flash_problem", lambda: None)
     assert device.default_device() == dataclasses.replace(ACCELERATOR, attention="cudnn")
