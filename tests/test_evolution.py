@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from cheem_jax.cheem import hee
+from cheem_jax.cheem import evolution, hee
 from cheem_jax.cheem.config import SearchConfig
 from cheem_jax.cheem.evolution import (
     TRIES,
@@ -116,6 +116,20 @@ def test_a_small_space_is_searched_whole_and_then_the_search_stops():
     )
     assert len(scored.genomes) == 16
     assert winner.tolist() == [3, 3]
+
+
+def test_a_population_as_large_as_a_small_space_is_the_whole_space(monkeypatch):
+    monkeypatch.setattr(evolution, "TRIES", 1)  # samples alone would miss a third of the space
+    _, scored = search(
+        jax.random.key(0),
+        toy_score_two,
+        no_cost,
+        exploit=hee.uniform_table([1, 1]),
+        uniform=hee.uniform_table([1, 1]),
+        num_images=10,
+        config=SearchConfig(population=16, generations=1, num_parents=3),
+    )
+    assert len(scored.genomes) == 16
 
 
 def toy_score_two(genomes):
