@@ -191,12 +191,12 @@ def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]
     ]
 
 
-def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored: int) -> None:
+def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored: int = 0) -> None:
     """Compile all functions for training, scoring and evaluating this task by running each once.
 
     Compilation depends only on shapes, so the functions run on blank images and a temporary state.
-    `num_scored` is the number of images on which the search scores a candidate, because it
-    determines how many images an accelerator processes per call.
+    `num_scored` is the number of images on which the search scores a candidate; it determines how
+    many images an accelerator processes per call.
     After this call, sampling an architecture triggers no compilation, unless the executor compiles
     one function per signature (tuple of op kinds). With more than one device, the first generation
     of the search compiles the forward functions for each further device.
