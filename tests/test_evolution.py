@@ -104,31 +104,28 @@ def test_a_search_without_any_score_says_so():
         run(lambda genomes: np.full(len(genomes), np.nan))
 
 
-def test_a_small_space_is_searched_whole_and_then_the_search_stops():
-    winner, scored = search(
+def search_small_space(population: int, generations: int):
+    """Search two blocks with four candidates each."""
+    return search(
         jax.random.key(0),
         toy_score_two,
         no_cost,
         exploit=hee.uniform_table([1, 1]),
         uniform=hee.uniform_table([1, 1]),
         num_images=10,
-        config=SearchConfig(population=10, generations=5, num_parents=3),
+        config=SearchConfig(population=population, generations=generations, num_parents=3),
     )
+
+
+def test_a_small_space_is_searched_whole_and_then_the_search_stops():
+    winner, scored = search_small_space(10, 5)
     assert len(scored.genomes) == 16
     assert winner.tolist() == [3, 3]
 
 
 def test_a_population_as_large_as_a_small_space_is_the_whole_space(monkeypatch):
     monkeypatch.setattr(evolution, "TRIES", 1)  # samples alone would miss a third of the space
-    _, scored = search(
-        jax.random.key(0),
-        toy_score_two,
-        no_cost,
-        exploit=hee.uniform_table([1, 1]),
-        uniform=hee.uniform_table([1, 1]),
-        num_images=10,
-        config=SearchConfig(population=16, generations=1, num_parents=3),
-    )
+    _, scored = search_small_space(16, 1)
     assert len(scored.genomes) == 16
 
 
