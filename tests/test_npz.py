@@ -38,7 +38,7 @@ def test_arrays_are_restored_as_they_were_saved(tmp_path):
             assert result[name].dtype == value.dtype
 
 
-def test_an_archive_may_be_packed_but_not_a_hundred_times(tmp_path, monkeypatch):
+def test_an_archive_can_be_packed_but_not_a_hundred_times(tmp_path, monkeypatch):
     monkeypatch.setattr(npz, "SMALL_BYTES", 100)
     np.savez_compressed(tmp_path / "x.npz", a=np.arange(4000) // 10)
     assert len(read_npz(tmp_path / "x.npz")["a"]) == 4000
