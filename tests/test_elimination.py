@@ -59,17 +59,42 @@ def test_changes_that_add_no_loss_are_made_within_the_limits_too():
     assert genome.tolist() == [REUSE, ADAPT, SKIP, SKIP]
 
 
-def test_each_limit_is_met_and_only_changes_that_lower_an_exceeded_cost_are_compared():
+def test_each_limit_is_met():
     added = [(0.1, 0.3), (0.2, 0.5), (0.05, 0.2), (0.3, 0.35)]
     for limits in ((1.0, 0.95), (0.75, 0.9), (0.25, 0.93), (0.0, 1.0), (1.0, 1.0)):
         genome, _ = run(Landscape(added), limits)
         assert (costs(genome[None])[0] <= np.array(limits) + 1e-12).all()
-    # FLOPs alone: a Skip costs 0.2 for 0.025 of the FLOPs, a Reuse at least 0.05 for 0.005
-    genome, _ = run(Landscape(added), (1.0, 0.975))
+
+
+FIXED = (9.0, 9.0)
+"""A block that has to stay."""
+
+
+def test_the_best_change_adds_the_least_loss_per_cost_saved():
+    # a Skip costs 0.2 for 0.025 of the FLOPs, a Reuse at least 0.05 for 0.005
+    genome, _ = run(Landscape([(0.1, 0.3), (0.2, 0.5), (0.05, 0.2), (0.3, 0.35)]), (1.0, 0.975))
     assert genome.tolist() == [ADAPT, ADAPT, SKIP, ADAPT]
-    # parameters are in the limit after two changes; the third lowers the FLOPs of a reused block
-    genome, _ = run(Landscape([(0.1, 0.5), (0.0, 0.01), (9.0, 9.0), (9.0, 9.0)]), (0.5, 0.97))
-    assert genome.tolist() == [REUSE, SKIP, ADAPT, ADAPT]
+    # a Reuse saves all that is needed, so it does not matter that a Skip saves more
+    genome, _ = run(Landscape([(0.1, 0.2), FIXED, FIXED, FIXED]), (1.0, 0.996))
+    assert genome.tolist() == [REUSE, ADAPT, ADAPT, ADAPT]
+    # both costs count as shares of the anchor's excess: half of 0.5 and all of 0.01
+    _, networks = run(Landscape([(0.1, 0.13), FIXED, FIXED, FIXED]), (0.5, 0.99))
+    assert (networks.genomes[9:, 0] == SKIP).all()
+
+
+def test_of_changes_that_lower_the_loss_the_one_with_the_lowest_is_made():
+    _, networks = run(Landscape([(-0.2, 9.0), (9.0, -0.25), FIXED, FIXED]), (0.5, 0.9))
+    assert (networks.genomes[9:, 1] == SKIP).all()
+
+
+def test_only_changes_that_lower_an_exceeded_cost_are_scored():
+    # a Skip of the reused block 2 would save no parameters
+    _, networks = run(Landscape([(0.1, 0.3), (0.2, 0.4), (0.05, 0.2), (0.3, 0.35)]))
+    second_round = networks.genomes[9:15]
+    assert second_round.shape == (6, 4) and (second_round[:, 2] == REUSE).all()
+    # after two Reuse the parameters are within their limit; a Skip of a reused block saves FLOPs
+    genome, _ = run(Landscape([(0.01, 0.2), (0.02, 0.3), FIXED, FIXED]), (0.5, 0.97))
+    assert genome.tolist() == [SKIP, REUSE, ADAPT, ADAPT]
 
 
 def test_a_limit_that_no_change_meets_ends_with_the_cheapest_network():

@@ -71,8 +71,11 @@ def test_skip_everywhere_leaves_the_attention_only_or_the_ffn_only_network():
 
 # an accelerator scores 40 images in two calls of 24
 @pytest.mark.parametrize("device", [CPU, Device(is_host=False, forward_sizes=(24,))])
-def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(compilations, device):
-    stages = Stages(VIT, "mlp_down", device=device)
+@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(
+    compilations, device, placement
+):
+    stages = Stages(VIT, placement, device=device)
     images = np.resize(IMAGES, (40, *IMAGES.shape[1:]))
     prepare(stages, supernet_of(stages), 16, len(images))
     rng = np.random.default_rng(0)
@@ -81,8 +84,11 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
     with compilations() as programs:
         for supernet in (supernet_of(stages, grown=False), other):
             state = supernet.init()
-            for _ in range(12):
+            reused = [0] * len(supernet.sizes)
+            without = [reused, [*reused[:-1], 2 * supernet.sizes[-1] + 1]]  # nothing learns
+            for num in range(12):
                 codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
+                codes = without[num] if num < 2 else codes
                 step = [Batch(stages.begin(IMAGES), LABELS, MASK / 16)]
                 state, _ = train_step(
                     stages, supernet, state, decode(codes, supernet.sizes), step, rate=1e-3

@@ -427,13 +427,14 @@ def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_
             budget=budget,
         )
         state = fitted(
-            constant_draws(np.array([0, 2, 1, 0])), FitConfig(epochs=2), feed=feed, one=one
+            constant_draws(np.array([1, 2, 1, 2])), FitConfig(epochs=2), feed=feed, one=one
         )
-        genomes = np.array([[0, 3, 1, 0], [2, 0, 1, 3], [2, 0, 0, 0]])
+        genomes = np.array([[1, 2, 1, 2], [1, 0, 1, 3], [0, 2, 0, 0]])
         right = supernet_score(one, NET, state.state, feed, TASK.train.labels, batch_size=16)(
             genomes
         )
-        result[device.is_host] = state.progress.losses, right
+        learners = [state.state.learners[place].params for place in sorted(state.state.learners)]
+        result[device.is_host] = state.progress.losses, right, learners
         assert isinstance(feed, Cached)
         assert budget.used == (
             40 * 5 * 16 * 4 + (0 if device.is_host else TASK.train.images.nbytes)
@@ -441,6 +442,8 @@ def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_
         assert one.forward_rows(16, 40) == (16 if device.is_host else 24)
     np.testing.assert_allclose(result[True][0], result[False][0], rtol=1e-5)
     np.testing.assert_array_equal(result[True][1], result[False][1])
+    assert len(result[True][2]) == 4
+    chex.assert_trees_all_close(result[True][2], result[False][2], rtol=1e-4, atol=1e-6)
 
 
 def test_a_full_device_caches_nothing_more():

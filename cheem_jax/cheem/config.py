@@ -33,7 +33,8 @@ class OpSettings:
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-    """Settings of the evolutionary search."""
+    """Settings of the search. `max_parameters` and `max_flops` are for backward elimination, the
+    other settings for the evolutionary search."""
 
     population: int = 50
     """Number of architectures scored per generation."""
@@ -99,7 +100,7 @@ class CheemConfig:
     """`hee` samples as in the paper. `uniform` is the paper's pure exploration: eps1 = eps2 = 1,
     also in mutation. `anchored` mostly samples Adapt of the expert that HEE prefers in each block,
     and replaces the evolutionary search by backward elimination from the network that adapts every
-    block (docs/search.md)."""
+    block (docs/decisions.md)."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"

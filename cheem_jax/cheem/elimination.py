@@ -48,22 +48,25 @@ def eliminate(
 ) -> tuple[Int[np.ndarray, "L"], Eliminated]:
     """Replace genes of the anchor until no cost exceeds its limit.
 
-    Each round scores all networks that differ from the current network in one gene, and keeps the
-    best of them. While a cost exceeds its limit, these networks are limited to those that lower
-    such a cost, and the best one adds the least loss per cost saved. Afterwards, rounds continue
-    as long as the best network does not have a higher loss than the current one. A block can change
-    more than once, but only to a candidate that is later in the block's list in `changes`.
+    Each round scores networks that differ from the current network in one gene, and keeps the best
+    of them. While a cost exceeds its limit, only networks that lower such a cost are scored. Then a
+    network that adds no loss is better than all others, and the one with the lowest loss is best.
+    If all networks add loss, the best one adds the least loss per cost saved. Afterwards, rounds
+    continue as long as the best network does not have a higher loss than the current one. A block
+    can change more than once, but only to a candidate that is later in the block's list in
+    `changes`.
 
     Returns the genome of the last network, and all scored networks. A cost remains above its limit
-    only if no further change lowers it. Raises ValueError if the anchor's loss is non-finite. A
-    network with a non-finite loss is never kept.
+    only if no further change lowers it, or if all such changes have non-finite losses. Raises
+    ValueError if the anchor's loss is non-finite. A network with a non-finite loss is never kept.
 
     Args:
         score: maps genomes `[P, L]` to losses on N images; all calls use the same images.
         anchor: genome to start from.
         changes: for each block, the candidate indices that can replace the anchor's index, from the
             most to the least expensive.
-        costs: maps genomes `[P, L]` to K costs of each network.
+        costs: maps genomes `[P, L]` to K costs of each network. A change to a later candidate may
+            not raise a cost.
         limits: the largest value of each cost.
         on_scored: is called with the progress after each call of `score`.
         earlier: progress of an interrupted elimination to resume; the result is the same as without

@@ -8,6 +8,7 @@ to the pool, and fit the router to the task.
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,7 +22,7 @@ from cheem_jax.cheem.closed_form import (
     compare_heads,
     frozen_features,
 )
-from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.config import CheemConfig, SearchConfig
 from cheem_jax.cheem.elimination import Eliminated, eliminate
 from cheem_jax.cheem.evolution import Score, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
@@ -430,9 +431,15 @@ def candidate_score(
     )
 
 
-ROUNDS = 7
-"""Number of rounds that backward elimination rarely exceeds, if each round scores all changes of
-the anchor."""
+def estimated_networks(num_blocks: int, num_changes: int, config: SearchConfig) -> int:
+    """Estimate the number of networks that backward elimination scores. `num_changes` is the number
+    of changes of the anchor.
+
+    Each round changes one block. To add few enough parameters, a share of the blocks has to change;
+    FLOPs and changes without loss take about two more rounds.
+    """
+    rounds = math.ceil(num_blocks * (1 - config.max_parameters)) + 2
+    return 1 + rounds * num_changes
 
 
 def search_backward(
@@ -456,7 +463,11 @@ def search_backward(
         parameters = (genomes == anchor.genome).mean(axis=1)
         return np.stack([parameters, flops_of(genomes) / anchor_flops], axis=1)
 
-    total = len(labels) * (1 + ROUNDS * sum(map(len, anchor.changes)))
+    num_changes = sum(map(len, anchor.changes))
+    networks = estimated_networks(len(anchor.genome), num_changes, config.search)
+    if underway.eliminated is not None:
+        networks -= len(underway.eliminated.genomes)
+    total = len(labels) * max(networks, 0)
     with learning.session.phase("search", total, underway.saved) as advance:
 
         def keep(eliminated: Eliminated) -> None:
@@ -713,7 +724,12 @@ def expected_seconds(
     networks = config.search.population * generations
     if config.sampling == "anchored":
         # without earlier experts, each block can change to Reuse and to Skip
-        networks = 1 + ROUNDS * 2 * executor.num_blocks
+        num = executor.num_blocks
+        networks = estimated_networks(num, 2 * num, config.search)
+        if underway.eliminated is not None:
+            networks = max(networks - len(underway.eliminated.genomes), 0)
+        if "finetune" in underway.fits:
+            networks = 0
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
     seconds = passes * _fastest(one_pass, 4) / len(rows)
     if config.augment:

@@ -229,17 +229,22 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored:
         # separate function for each pattern; in both cases, only the first pattern is compiled here
         architectures = architectures[:1]
     elif not executor.device.is_host:
-        # an accelerator updates all learners of a kind together, by a function for their number
+        # An accelerator updates all learners of a kind together, by a function for their number.
+        # Its forward passes have another size than a training step, so the two architectures
+        # without a learner compile the forward functions for a training step.
         architectures += [
             (kind,) * learned + (reuse,) * (num - learned)
             for kind in (adapt, new)
-            for learned in range(1, num + 1)
+            for learned in range(num + 1)
         ]
+        architectures += [(reuse,) * last + (skip,)]
     for architecture in architectures:
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
     tokens, labels, mask = blank(executor.forward_rows(batch_size, num_scored))
-    for codes in ([adapt] * last + [skip], [reuse] * last + [reuse]):
-        network = dense_network(supernet, scratch, encode(tuple(codes), supernet.sizes), {})
+    forward = [(adapt, skip), (reuse, reuse)] + [(skip, reuse)] * executor.composes
+    for behind, end in forward:
+        codes = encode((*[behind] * last, end), supernet.sizes)
+        network = dense_network(supernet, scratch, codes, {})
         (walked,) = executor.walk([network], tokens, mask)
         executor.classify(scratch.head.params, walked.tokens, labels, mask, supernet.num_classes)
     executor.features(walked.tokens).block_until_ready()

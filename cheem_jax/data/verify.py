@@ -259,7 +259,7 @@ def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[st
     plans = [plan, plan.turned(not plan.upright)]
     subsets = [
         names
-        for length in range(1, len(SPLIT_NAMES) + 1)
+        for length in range(len(SPLIT_NAMES), 0, -1)  # most caches contain all splits
         for names in itertools.combinations(SPLIT_NAMES, length)
     ]
     for root in roots:

@@ -161,11 +161,16 @@ class Stages(Executor):
             changed = {place: setup.update(*pair, rate, loss) for place, pair in pairs.items()}
             return Trained(changed, setup.update(head, head_grad, rate, loss), [loss])
         # A call costs the host of an accelerator more than these updates cost the accelerator, so
-        # all learners of a kind share a call. A function is compiled for each number of learners.
+        # all learners of a kind share a call. A function is compiled for each number of learners;
+        # copies on every device prevent that new learners, which are on one, compile it again.
         update = self._updater(setup.update)
         changed = {}
         for kind in ("adapt", "new"):
-            some = {place: pair for place, pair in pairs.items() if place[1].kind == kind}
+            some = {
+                place: (self.layout.replicate(learner), grad)
+                for place, (learner, grad) in pairs.items()
+                if place[1].kind == kind
+            }
             if some:
                 changed |= zip(some, update(list(some.values()), rate, loss), strict=True)
         (head,) = update([(head, head_grad)], rate, loss)
