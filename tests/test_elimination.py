@@ -74,7 +74,7 @@ def test_the_best_change_adds_the_least_loss_per_cost_saved():
     # a Skip costs 0.2 for 0.025 of the FLOPs, a Reuse at least 0.05 for 0.005
     genome, _ = run(Landscape([(0.1, 0.3), (0.2, 0.5), (0.05, 0.2), (0.3, 0.35)]), (1.0, 0.975))
     assert genome.tolist() == [ADAPT, ADAPT, SKIP, ADAPT]
-    # a Reuse saves all that is needed, so it does not matter that a Skip saves more
+    # a Reuse saves enough, so it does not matter that a Skip saves more
     genome, _ = run(Landscape([(0.1, 0.2), FIXED, FIXED, FIXED]), (1.0, 0.996))
     assert genome.tolist() == [REUSE, ADAPT, ADAPT, ADAPT]
     # both costs count as shares of the anchor's excess: half of 0.5 and all of 0.01

@@ -65,7 +65,7 @@ def eliminate(
         anchor: genome to start from.
         changes: for each block, the candidate indices that can replace the anchor's index, from the
             most to the least expensive.
-        costs: maps genomes `[P, L]` to K costs of each network. A change to a later candidate may
+        costs: maps genomes `[P, L]` to K costs of each network. A change to a later candidate must
             not raise a cost.
         limits: the largest value of each cost.
         on_scored: is called with the progress after each call of `score`.
