@@ -112,7 +112,7 @@ def eliminate(
             break
         added = losses(options) - losses([current])
         # dividing a gain by its share would prefer the change that saves least
-        prices = np.where((added > 0) & is_over, added / np.where(is_over, shares, 1), added)
+        prices = np.where(added > 0, added / shares, added) if is_over else added
         if not np.isfinite(prices).any() or (not is_over and np.nanmin(prices) > 0):
             break
         current = options[int(np.nanargmin(prices))]

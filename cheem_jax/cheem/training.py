@@ -235,9 +235,9 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored:
         architectures += [
             (kind,) * learned + (reuse,) * (num - learned)
             for kind in (adapt, new)
-            for learned in range(num + 1)
+            for learned in range(1, num + 1)
         ]
-        architectures += [(reuse,) * last + (skip,)]
+        architectures += [(reuse,) * num, (reuse,) * last + (skip,)]
     for architecture in architectures:
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
     tokens, labels, mask = blank(executor.forward_rows(batch_size, num_scored))

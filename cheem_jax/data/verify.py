@@ -259,23 +259,22 @@ def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[st
     plans = [plan, plan.turned(not plan.upright)]
     subsets = [
         names
-        for length in range(len(SPLIT_NAMES), 0, -1)  # most caches contain all splits
+        for length in range(1, len(SPLIT_NAMES) + 1)
         for names in itertools.combinations(SPLIT_NAMES, length)
     ]
     for root in roots:
+        # hashing the file lists is slow, so the folders of each image size are computed once
+        places = dict[int, dict[Path, tuple[str, ...]]]()
         for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
-            size = place.name.rsplit("-", 2)[1]
-            if not (place.is_dir() and size.isdecimal()):
+            digits = place.name.rsplit("-", 2)[1]
+            if not (place.is_dir() and digits.isdecimal()):
                 continue
-            names = next(
-                (
-                    names
-                    for one in plans
-                    for names in subsets
-                    if cache_place(one, int(size), root, names) == place
-                ),
-                None,
-            )
+            size = int(digits)
+            if size not in places:
+                places[size] = {
+                    cache_place(one, size, root, names): names for one in plans for names in subsets
+                }
+            names = places[size].get(place)
             if names is None:
                 continue
             try:
