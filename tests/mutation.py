@@ -402,6 +402,18 @@ def main() -> None:
     add("--again", action="store_true", help="judge mutants that survived again")
     add("--directory", type=Path, default=ROOT / "runs" / "mutants", help="folder of the results")
     options = parser.parse_args()
+    for name in options.only:
+        if not (ROOT / "cheem_jax" / name).exists():
+            parser.error(
+                f"--only names {name!r}; expected folders or modules of cheem_jax, such as"
+                " core or cheem/hee.py"
+            )
+    if options.workers < 1 or options.per_module < 0 or options.seconds <= 0:
+        parser.error(
+            "expected --workers of at least 1, --per-module of at least 0 and --seconds above 0"
+        )
+    if not (files := listed(*options.tests)):
+        parser.error(f"--tests names {options.tests}; no test file has such a name")
     directory = options.directory.resolve()
     (directory / "recorded").mkdir(parents=True, exist_ok=True)
 
@@ -434,7 +446,6 @@ def main() -> None:
         for file in (directory / "recorded").glob("*.json"):
             recording = json.loads(file.read_text())
             recordings[recording["file"]] = recording
-        files = listed(*options.tests)
         changed = [
             file
             for file in files
