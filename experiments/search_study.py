@@ -76,7 +76,7 @@ class Plan(NamedTuple):
                     yield functools.partial(one.reuse, rate, seed)
                     for recipe in self.recipes:
                         # the past of LoRA-CL does not matter
-                        if RECIPES[recipe].has_supernet or one.position == FIRST:
+                        if RECIPES[recipe].searches or one.position == FIRST:
                             yield functools.partial(one.learn, recipe, rate, seed)
 
 

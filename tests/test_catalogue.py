@@ -162,13 +162,13 @@ def test_impossible_settings_are_refused(name, field, value, message):
     [
         (OpSettings, {"rank": 0}),
         (OpSettings, {"new_rate": 0.0}),
+        *((OpSettings, {"rank": 8, "truncated_rank": rank}) for rank in (0, 9)),
         (FitConfig, {"epochs": 0}),
         (FitConfig, {"epochs": 1, "learning_rate": 0.0}),
         *((SearchConfig, {name: 0}) for name in ("population", "generations", "num_parents")),
         *((SearchConfig, {"mutation_rate": rate}) for rate in (-0.1, 1.5)),
         *((SearchConfig, {"epsilon": rate}) for rate in (-0.1, 1.5)),
         *((SearchConfig, {"tolerance": rate}) for rate in (-0.1, 1.5)),
-        *((SearchConfig, {"max_parameters": share}) for share in (-0.1, 1.5)),
         *((SearchConfig, {"max_flops": share}) for share in (-0.1, 1.5)),
         *((ExplorationConfig, {"epsilon": rate}) for rate in (-0.1, 1.5)),
         (CheemConfig, {"score_images": -1}),
@@ -185,11 +185,11 @@ def test_impossible_settings_of_cheem_are_refused_by_name(kind, settings):
 
 def test_settings_at_their_limits_are_accepted():
     least = dict.fromkeys(("population", "generations", "num_parents"), 1)
-    shares = ("mutation_rate", "epsilon", "tolerance", "max_parameters", "max_flops")
+    shares = ("mutation_rate", "epsilon", "tolerance", "max_flops")
     SearchConfig(**least, **dict.fromkeys(shares, 0.0))
     SearchConfig(**dict.fromkeys(shares, 1.0))
     assert [ExplorationConfig(epsilon).epsilon for epsilon in (0.0, 1.0)] == [0, 1]
-    OpSettings(rank=1, new_rate=1e-6)
+    OpSettings(rank=1, truncated_rank=1, new_rate=1e-6)
     FitConfig(epochs=1, learning_rate=1e-6)
     CheemConfig(batch_size=1, score_images=0, remove=("reuse", "adapt", "new"))
     CheemConfig(sampling="anchored")

@@ -9,7 +9,7 @@ import small
 
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet
-from cheem_jax.cheem.training import dense_network, prepare, train_step
+from cheem_jax.cheem.training import ADAPT, dense_network, prepare, train_step
 from cheem_jax.core.architecture import decode, from_strings
 from cheem_jax.core.device import CPU, Device
 from cheem_jax.core.ops import Reuse
@@ -105,6 +105,29 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(
                     advance=lambda num, note="": None,
                 )
     assert programs.count == 0
+
+
+@pytest.mark.parametrize("device", [CPU, Device(is_host=False, forward_sizes=(24,))])
+def test_without_new_only_adapt_is_compiled_for_training(compilations, device):
+    with compilations() as programs:
+        everything = Stages(VIT, "mlp_down", device=device)
+        prepare(everything, supernet_of(everything), 16)
+    stages = Stages(VIT, "mlp_down", device=device)
+    supernet = supernet_of(stages)
+    with compilations() as fewer:
+        prepare(stages, supernet, 16, learnable=(ADAPT,))
+    assert 0 < fewer.count < programs.count
+    state = supernet.init()
+    with compilations() as none:
+        for text in (
+            "adapt:1 skip adapt:0 skip",
+            "skip skip adapt:1 adapt:0",
+            "skip skip skip skip",
+        ):
+            step = [Batch(stages.begin(IMAGES), LABELS, MASK / 16)]
+            architecture = from_strings(text.split())
+            state, _ = train_step(stages, supernet, state, architecture, step, rate=1e-3)
+    assert none.count == 0
 
 
 def test_a_call_has_the_largest_divisor_of_the_batch_that_fits_the_working_set():

@@ -10,6 +10,7 @@ import small
 from cheem_jax.cheem.evolution import Scored, rank
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.core.keys import Keys
+from cheem_jax.core.ops import truncate
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures
 from cheem_jax.run.rolling import Rolling
@@ -65,11 +66,11 @@ def stages():
     return Stages(small.backbone(), "mlp_down")
 
 
-ANCHORED = {"sampling": "anchored", "weights": "inherited", "fallback": True}
+ANCHORED = {"sampling": "anchored", "fallback": True}
 
 
-def learner(stages, generations=3, **settings):
-    search = dataclasses.replace(small.QUICK.search, generations=generations)
+def learner(stages, generations=3, max_flops=0.9, **settings):
+    search = dataclasses.replace(small.QUICK.search, generations=generations, max_flops=max_flops)
     config = dataclasses.replace(small.QUICK, search=search, **settings)
     return Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, config.batch_size))
 
@@ -116,42 +117,67 @@ def test_a_search_resumes_from_a_rolling_checkpoint(stages, tmp_path):
         assert result[name] == expected[name]
 
 
-def test_an_elimination_starts_from_adapt_everywhere_and_ends_within_its_limits(stages):
+def test_an_elimination_skips_blocks_of_the_network_that_adapts_every_block(stages):
     task = small.task("colours", 0)
     report = learner(stages, **{**ANCHORED, "fallback": False}).learn(task, Session())
     result = report["search"]
     losses, flops = result["losses"], result["flops"]
     assert len(losses) == len(flops) == len(result["correct"]) == report["searched"]
-    # the anchor, and Reuse and Skip in each of 4 blocks, are scored first
-    assert report["searched"] > 9 and flops[0] == max(flops)
-    assert flops[result["chosen"]] == report["flops"] <= 0.85 * flops[0]
-    assert sum(op.startswith("adapt") for op in report["architecture"]) <= 2  # of 4 blocks
-    assert not any(op.startswith("new") for op in report["architecture"])
+    # the anchor, and Skip in each of 4 blocks
+    assert report["searched"] == 5 and flops[0] == max(flops)
+    assert result["chosen"] == 1 + int(np.argmin(losses[1:]))
+    assert flops[result["chosen"]] == report["flops"] <= 0.9 * flops[0]
+    assert sorted(report["architecture"]) == ["adapt:0"] * 3 + ["skip"]
+    assert report["supernet_losses"] == [] and "supernet" not in report["seconds"]
     assert report.get("frozen_head") is None  # nothing asks for this comparison
-    assert report["validation_accuracy"] == result["correct"][result["chosen"]] / 20
+    # the networks are scored before training
+    assert report["score"] == result["correct"][result["chosen"]] / 20
+    assert "validation_accuracy" not in report
 
 
 def test_an_elimination_resumes_from_a_rolling_checkpoint(stages, tmp_path):
     task = small.task("colours", 0)
+    settings = {**ANCHORED, "max_flops": 0.8}
     whole = Resumed(None)
-    expected = learner(stages, **ANCHORED).learn(task, whole)
-    # the anchor and 2 changes in each of 4 blocks are scored first; the total has four rounds, for
-    # two blocks that have to change and two more
-    assert 9 * 20 < whole.num_images <= whole.totals["search"] == (1 + 4 * 8) * 20
+    expected = learner(stages, **settings).learn(task, whole)
+    # the anchor, 4 networks that skip one block, and 3 that skip two
+    assert whole.num_images == whole.totals["search"] == 8 * 20
     rolling = Rolling(tmp_path)
     with pytest.raises(Halt):
-        learner(stages, **ANCHORED).learn(task, Halting(rolling, 180))
+        learner(stages, **settings).learn(task, Halting(rolling, 100))
     resumed = Resumed(rolling.open(0, print))
-    result = learner(stages, **ANCHORED).learn(task, resumed)
-    assert resumed.num_images == whole.num_images - 180
-    for name in ("search", "searched", "architecture", "supernet_losses", "finetune_losses"):
+    result = learner(stages, **settings).learn(task, resumed)
+    assert resumed.num_images == resumed.totals["search"] == 60
+    for name in ("search", "searched", "architecture", "finetune_losses"):
         assert result[name] == expected[name]
 
 
 def test_an_elimination_needs_all_ops_and_its_own_score():
     for settings in ({"remove": ("skip",)}, {"score": "closed_form"}):
-        with pytest.raises(ValueError, match="sampling anchored uses Reuse, Adapt and Skip"):
+        with pytest.raises(ValueError, match="sampling anchored uses Adapt and Skip"):
             dataclasses.replace(small.QUICK, sampling="anchored", **settings)
+
+
+def test_truncated_pairs_are_stored_and_used(stages):
+    task = small.task("colours", 0)
+    ops = dataclasses.replace(small.QUICK.ops, rank=4)
+    whole, truncated = (
+        learner(stages, sampling="anchored", ops=dataclasses.replace(ops, truncated_rank=rank))
+        for rank in (None, 2)
+    )
+    reports = [one.learn(task, Session()) for one in (whole, truncated)]
+    pairs = [
+        [stored.params for block in one.memory.pool for stored in block[1:]]
+        for one in (whole, truncated)
+    ]
+    assert len(pairs[0]) == len(pairs[1]) == 3
+    for full, short in zip(*pairs, strict=True):
+        assert short.down.shape[1] == 2
+        expected = truncate(full, 2)
+        np.testing.assert_array_equal(short.down, expected.down)
+    assert reports[1]["params_added"] == reports[0]["params_added"] / 2
+    assert reports[1]["flops"] < reports[0]["flops"]
+    assert reports[1]["finetune_losses"] == reports[0]["finetune_losses"]
 
 
 class OneNaN(FrozenFeatures):

@@ -13,6 +13,7 @@ from cheem_jax.core.ops import (
     init_low_rank,
     init_new,
     merge,
+    truncate,
 )
 
 
@@ -30,6 +31,23 @@ def test_adapt_begins_as_reuse_exactly():
     u = jax.random.normal(input_key, (2, 5, 12))
     np.testing.assert_array_equal(apply_op(Adapt(expert, pair), u), apply_op(Reuse(expert), u))
     assert np.abs(pair.down).max() <= 12**-0.5 and np.abs(pair.down).min() > 0
+
+
+def test_a_truncated_pair_has_the_best_product_of_its_rank():
+    down_key, up_key = jax.random.split(jax.random.key(3))
+    pair = LowRank(jax.random.normal(down_key, (12, 4)), jax.random.normal(up_key, (4, 6)))
+    product = np.asarray(pair.down @ pair.up, np.float64)
+    sizes = np.linalg.svd(product, compute_uv=False)
+    for rank in (1, 2, 3):
+        short = truncate(pair, rank)
+        assert (short.down.shape, short.up.shape) == ((12, rank), (rank, 6))
+        assert short.down.dtype == pair.down.dtype
+        # the error of the best approximation (Eckart-Young)
+        error = np.linalg.norm(product - np.asarray(short.down @ short.up))
+        np.testing.assert_allclose(error, np.sqrt((sizes[rank:4] ** 2).sum()), rtol=1e-5)
+    for rank in (4, 5):
+        assert truncate(pair, rank) is pair
+    assert not np.asarray(truncate(LowRank(pair.down, 0 * pair.up), 2).up).any()  # an initial pair
 
 
 def test_merged_and_unmerged_adapters_agree():

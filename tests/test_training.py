@@ -396,12 +396,13 @@ def test_prefetched_batches_arrive_in_order_and_their_errors_reach_the_reader():
         next(result)
 
 
-def test_losses_and_correct_predictions_are_those_of_the_supernets_head():
+def test_losses_and_correct_predictions_are_those_of_the_given_head():
     state = fitted(constant_draws(np.array([0, 2, 1, 0])), FitConfig(epochs=2)).state
     genomes = np.array([[0, 3, 1, 0], [2, 0, 1, 3], [1, 1, 1, 1]])
-    arguments = (STAGES, NET, state, FEED, TASK.train.labels)
-    scored = head_losses(*arguments, batch_size=16)(genomes)
-    right = supernet_score(*arguments, batch_size=16)(genomes)
+    data = (FEED, TASK.train.labels)
+    head = NET.trained_head(state)
+    scored = head_losses(STAGES, NET, state, head, *data, batch_size=16)(genomes)
+    right = supernet_score(STAGES, NET, state, *data, batch_size=16)(genomes)
     np.testing.assert_array_equal(scored.correct.sum(axis=1), right)
     assert len(np.unique(right)) > 1
     # of three classes, the predicted one has at least a third of the probability, and no other one

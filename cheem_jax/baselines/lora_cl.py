@@ -22,7 +22,7 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
-from cheem_jax.cheem.config import QUICK_PLUS
+from cheem_jax.cheem.config import QUICK_PLUS, OpSettings
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, router_arrays
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import constant_draws, fit
@@ -52,12 +52,22 @@ class LoraClConfig:
     layer, with the settings of New in CHEEM's preset `quick_plus`."""
     rank: int = 40
     """Rank of the pairs; for ViT-B, the paper's FLOPs correspond to a rank of 42 to 47."""
+    truncated_rank: int | None = None
+    """Rank to which trained pairs are truncated, as in CHEEM; None stores them as trained."""
     fit: FitConfig = FitConfig(epochs=20)
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "rank")
+        self.ops.__post_init__()
+
+    @property
+    def ops(self) -> OpSettings:
+        """Settings of the ops."""
+        return dataclasses.replace(
+            QUICK_PLUS.ops, rank=self.rank, truncated_rank=self.truncated_rank
+        )
 
 
 class LoraCl(ExpertMemory):
@@ -68,7 +78,11 @@ class LoraCl(ExpertMemory):
     def __init__(self, networks: FrozenNetworks, config: LoraClConfig, keys: Keys, num_tasks: int):
         executor, _, features = networks
         super().__init__(
-            executor, features, config.router, rank=config.rank, batch_size=config.batch_size
+            executor,
+            features,
+            config.router,
+            rank=config.ops.stored_rank,
+            batch_size=config.batch_size,
         )
         self.config, self.keys = config, keys
 
@@ -85,8 +99,7 @@ class LoraCl(ExpertMemory):
         budget = Budget(executor.budget)
         experts = [[self.dense(block, 0)] for block in range(executor.num_blocks)]
         key = keys.at(number, Phase.METHOD_INIT)
-        settings = dataclasses.replace(QUICK_PLUS.ops, rank=config.rank)
-        network = Supernet(key, experts, len(task.classes), settings)
+        network = Supernet(key, experts, len(task.classes), config.ops)
         fitting = underway.fitting("finetune", network)
         choice = Choice("adapt", 0) if config.op == "adapt" else Choice("new")
         architecture = (choice,) * len(experts)
@@ -144,7 +157,7 @@ class LoraCl(ExpertMemory):
         """
         weight, bias = self.memory.pool[0][0].params
         is_new = self.config.op == "new"
-        op = weight.size + bias.size if is_new else self.rank * sum(weight.shape)
+        op = weight.size + bias.size if is_new else self.config.rank * sum(weight.shape)
         head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
         numbers = self.executor.num_blocks * op + head
         return 4 * ((2 * 3 + 1) * numbers + self.router_numbers(task))

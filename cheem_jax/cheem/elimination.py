@@ -1,5 +1,5 @@
-"""Backward elimination: a search that starts from a network that adapts every block, and replaces
-Adapt by Reuse or Skip until the network is cheap enough. The paper does not contain this search.
+"""Backward elimination: a search that starts from a network that adapts every block, and skips the
+least useful blocks until the network is cheap enough. The paper does not contain this search.
 
 The search is a pure function of arrays. The loss function is an argument, so tests can search a toy
 landscape.
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+
+from cheem_jax.cheem.evolution import Score
 
 Code = tuple[int, ...]
 
@@ -33,41 +35,33 @@ class Eliminated(NamedTuple):
 
 
 LossFunction = Callable[[Int[np.ndarray, "P L"]], Losses]
-CostFunction = Callable[[Int[np.ndarray, "P L"]], Float[np.ndarray, "P K"]]
 
 
 def eliminate(
     score: LossFunction,
     anchor: Int[np.ndarray, "L"],
-    changes: Sequence[Sequence[int]],
-    costs: CostFunction,
-    limits: Float[np.ndarray, "K"],
+    skips: Int[np.ndarray, "L"],
+    flops_of: Score,
+    max_flops: float,
     *,
     on_scored: Callable[[Eliminated], object] = lambda eliminated: None,
     earlier: Eliminated | None = None,
 ) -> tuple[Int[np.ndarray, "L"], Eliminated]:
-    """Replace genes of the anchor until no cost exceeds its limit.
+    """Skip blocks of the anchor until its FLOPs do not exceed a limit.
 
-    Each round scores networks that differ from the current network in one gene, and keeps the best
-    of them. While a cost exceeds its limit, only networks that lower such a cost are scored. Then a
-    network that adds no loss is better than all others, and the one with the lowest loss is best.
-    If all networks add loss, the best one adds the least loss per cost saved. Afterwards, rounds
-    continue as long as the best network does not have a higher loss than the current one. A block
-    can change more than once, but only to a candidate that is later in the block's list in
-    `changes`.
+    Each round scores the networks that skip one more block, and keeps the network with the lowest
+    mean loss. All blocks have the same FLOPs, so the loss alone decides.
 
-    Returns the genome of the last network, and all scored networks. A cost remains above its limit
-    only if no further change lowers it, or if all such changes have non-finite losses. Raises
-    ValueError if the anchor's loss is non-finite. A network with a non-finite loss is never kept.
+    Returns the genome of the last network, and all scored networks. The FLOPs remain above the
+    limit only if all blocks are skipped, or if all further networks have non-finite losses. Raises
+    ValueError if the anchor's loss is non-finite.
 
     Args:
         score: maps genomes `[P, L]` to losses on N images; all calls use the same images.
         anchor: genome to start from.
-        changes: for each block, the candidate indices that can replace the anchor's index, from the
-            most to the least expensive.
-        costs: maps genomes `[P, L]` to K costs of each network. A change to a later candidate must
-            not raise a cost.
-        limits: the largest value of each cost.
+        skips: candidate index of Skip in each block.
+        flops_of: maps genomes `[P, L]` to the FLOPs of each network.
+        max_flops: limit of the FLOPs.
         on_scored: is called with the progress after each call of `score`.
         earlier: progress of an interrupted elimination to resume; the result is the same as without
             the interruption.
@@ -91,41 +85,21 @@ def eliminate(
         assert networks is not None, "the anchor, at least, is scored"
         return networks.losses[[memo[genome] for genome in genomes]].mean(axis=1)
 
-    start = current = tuple(anchor.tolist())
-    if not np.isfinite(losses([start])).all():
+    current = tuple(anchor.tolist())
+    if not np.isfinite(losses([current])).all():
         raise ValueError(
             "the search found no architecture with a score: the loss of the network that adapts"
             " every block is non-finite; try lower learning rates"
         )
-    over = costs(anchor[None])[0] - limits
-    while options := cheaper(current, start, changes):
-        cost = costs(np.array([current], np.int32))[0]
-        excess = np.maximum(cost - limits, 0)
-        is_over = bool(excess.any())
-        saved = np.minimum(cost - costs(np.array(options, np.int32)), excess)
-        # costs have different units, so each saving is a share of the anchor's excess
-        shares = (saved / np.where(excess > 0, over, 1)).sum(axis=1)
-        if is_over:
-            options = [option for option, share in zip(options, shares, strict=True) if share > 0]
-            shares = shares[shares > 0]
-        if not options:
+    while flops_of(np.array([current], np.int32))[0] > max_flops:
+        options = [
+            (*current[:block], int(skip), *current[block + 1 :])
+            for block, skip in enumerate(skips)
+            if current[block] != skip
+        ]
+        means = losses(options) if options else np.empty(0)
+        if not np.isfinite(means).any():
             break
-        added = losses(options) - losses([current])
-        # dividing a gain by its share would prefer the change that saves least
-        prices = np.where(added > 0, added / shares, added) if is_over else added
-        if not np.isfinite(prices).any() or (not is_over and np.nanmin(prices) > 0):
-            break
-        current = options[int(np.nanargmin(prices))]
+        current = options[int(np.nanargmin(means))]
     assert networks is not None, "the anchor, at least, is scored"
     return np.array(current, np.int32), networks
-
-
-def cheaper(current: Code, start: Code, changes: Sequence[Sequence[int]]) -> list[Code]:
-    """Return the genomes that differ from `current` in one block, where they have a candidate that
-    is later in the block's list. `start` is the anchor."""
-    genomes = []
-    for block, (first, codes) in enumerate(zip(start, changes, strict=True)):
-        ranks = (first, *codes)
-        later = ranks[ranks.index(current[block]) + 1 :]
-        genomes += [(*current[:block], code, *current[block + 1 :]) for code in later]
-    return genomes

@@ -7,7 +7,6 @@ the network of task i. NaN marks a block that the network skips.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,47 +128,16 @@ def without(
     return rest / rest.sum(axis=1, keepdims=True)
 
 
-class Anchor(NamedTuple):
-    """A network that adapts one expert in every block, and the candidates that can replace
-    Adapt."""
-
-    genome: Int[np.ndarray, "L"]
-    """Candidate index of Adapt in each block."""
-    changes: Sequence[Sequence[int]]
-    """Indices of the candidates that can replace Adapt in each block, from the most to the least
-    expensive: Reuse candidates, then Skip. These candidates add no parameters."""
-
-    def table(self, sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
-        """Make the table from which supernet training samples. In each block, Adapt has probability
-        `ADAPT`, Skip has probability `SKIP`, and the Reuse candidates share the remaining
-        probability equally."""
-        table = _empty(sizes)
-        for block, (*reuse, skip) in enumerate(self.changes):
-            table[block, skip] = SKIP
-            table[block, reuse] = (1 - ADAPT - SKIP) / len(reuse)
-            table[block, self.genome[block]] = ADAPT
-        return table
-
-
-ADAPT, SKIP = 0.95, 0.03
-"""Probabilities of Adapt and Skip in `Anchor.table`, so each block lacks Adapt in one of twenty
-steps. With 0.85 instead of 0.95, the pairs learn less: gtsrb lost 3 points of validation accuracy
-(one seed)."""
-
-
-def anchored(exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]) -> Anchor:
-    """Make the anchor. In each block, the anchor adapts the expert that exploitation samples most
-    often.
-
-    Each block can change to Reuse of that expert, to Reuse of the base expert, or to Skip.
-    """
-    genome = []
-    changes = []
-    for block, n in enumerate(sizes):
-        expert = int(np.argmax(exploit[block, :n] + exploit[block, n : 2 * n]))
-        genome.append(n + expert)
-        changes.append([*dict.fromkeys((expert, 0)), 2 * n + 1])
-    return Anchor(np.array(genome, np.int32), changes)
+def anchor_of(
+    exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]
+) -> tuple[Int[np.ndarray, "L"], Int[np.ndarray, "L"]]:
+    """Return the genome of the network that adapts, in each block, the expert that exploitation
+    samples most often; and the candidate index of Skip in each block."""
+    experts = [
+        np.argmax(exploit[block, :n] + exploit[block, n : 2 * n]) for block, n in enumerate(sizes)
+    ]
+    num = np.array(sizes, np.int32)
+    return num + np.array(experts, np.int32), 2 * num + 1
 
 
 @functools.partial(jax.jit, static_argnames="num")

@@ -8,7 +8,6 @@ to the pool, and fit the router to the task.
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,14 +20,14 @@ from cheem_jax.cheem.closed_form import (
     closed_form_score,
     compare_heads,
     frozen_features,
+    ridge_head,
 )
 from cheem_jax.cheem.config import CheemConfig, SearchConfig
-from cheem_jax.cheem.elimination import Eliminated, eliminate
+from cheem_jax.cheem.elimination import Eliminated, LossFunction, eliminate
 from cheem_jax.cheem.evolution import Score, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
 from cheem_jax.cheem.hee import (
-    Anchor,
-    anchored,
+    anchor_of,
     cosines,
     exploit_table,
     norm_cosine,
@@ -37,10 +36,12 @@ from cheem_jax.cheem.hee import (
 )
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import (
+    ADAPT,
     Draws,
     SupernetFit,
     architecture_flops,
     constant_draws,
+    dense_network,
     fit,
     frozen_prefix,
     head_losses,
@@ -77,9 +78,6 @@ class SamplingTables(NamedTuple):
 
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
-    anchor: Anchor | None = None
-    """Network from which backward elimination starts; None without backward elimination. If there
-    is an anchor, `exploit` is the table of the anchor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,11 @@ class Cheem(ExpertMemory):
         features: FrozenFeatures,
     ):
         super().__init__(
-            executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size
+            executor,
+            features,
+            config.router,
+            rank=config.ops.stored_rank,
+            batch_size=config.batch_size,
         )
         self.name = config.name
         self.config = config
@@ -144,8 +146,12 @@ class Cheem(ExpertMemory):
         learning = self.begin(task, session)
         similarity = self.similarity(learning)
         tables = sampling_tables(self.config, learning.candidates, similarity)
-        trained = self.train_supernet(learning, tables)
-        codes = self.search(learning, tables, trained)
+        trained = None
+        if self.config.sampling == "anchored":
+            codes = self.eliminate(learning, tables)
+        else:
+            trained = self.train_supernet(learning, tables)
+            codes = self.search(learning, tables, trained)
         finished = self.finetune(learning, trained, codes)
         supernet, state, _ = finished
         choices = decode(codes, learning.candidates.sizes)
@@ -235,16 +241,13 @@ class Cheem(ExpertMemory):
         with learning.session.phase("prepare"):
             num_val = len(learning.task.val.labels)
             prepare(self.executor, supernet, config.batch_size, num_val)
-            if config.sampling != "anchored":
-                prepare_search(tables.exploit, config.search)
+            prepare_search(tables.exploit, config.search)
         draws = supernet_draws(
             self.keys.at(learning.index, Phase.SUPERNET_MODE),
             self.keys.at(learning.index, Phase.SUPERNET_DRAW),
             exploit=tables.exploit,
             uniform=tables.uniform,
-            epsilon={"hee": config.exploration.epsilon, "uniform": 1.0, "anchored": 0.0}[
-                config.sampling
-            ],
+            epsilon=1.0 if config.sampling == "uniform" else config.exploration.epsilon,
         )
         images = self._training_images(learning, Phase.SUPERNET_AUGMENTATION)
         return self._train(learning, "supernet", fitting, images, draws, Phase.SUPERNET_ORDER)
@@ -254,8 +257,6 @@ class Cheem(ExpertMemory):
     ) -> Int[np.ndarray, "L"]:
         """Search for the target network and return its candidate index in each block. All scored
         architectures are stored in `learning.underway`."""
-        if tables.anchor is not None:
-            return search_backward(self.executor, learning, tables.anchor, trained, self.config)
         config = self.config.search
         underway = learning.underway
         if self.config.sampling == "uniform":
@@ -286,6 +287,19 @@ class Cheem(ExpertMemory):
                 earlier=underway.searched,
             )
         return codes
+
+    def eliminate(self, learning: Learning, tables: SamplingTables) -> Int[np.ndarray, "L"]:
+        """Search for the target network by backward elimination, and return its candidate indices.
+
+        The networks are scored before training: with the initial pairs, which change nothing, and
+        a ridge head for the features of the network that adapts every block. All scored
+        architectures are stored in `learning.underway`.
+        """
+        supernet = self._supernet(learning, Phase.FINETUNE_INIT)
+        with learning.session.phase("prepare"):
+            num_val = len(learning.task.val.labels)
+            prepare(self.executor, supernet, self.config.batch_size, num_val, learnable=(ADAPT,))
+        return search_backward(self.executor, learning, supernet, tables.exploit, self.config)
 
     def finetune(
         self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]
@@ -431,67 +445,79 @@ def candidate_score(
     )
 
 
-def estimated_networks(num_blocks: int, num_changes: int, config: SearchConfig) -> int:
-    """Estimate the number of networks that backward elimination scores. `num_changes` is the number
-    of changes of the anchor.
-
-    Each round changes one block. To add few enough parameters, a share of the blocks has to change;
-    FLOPs and changes without loss take about two more rounds.
-    """
-    rounds = math.ceil(num_blocks * (1 - config.max_parameters)) + 2
-    return 1 + rounds * num_changes
-
-
 def search_backward(
     executor: Executor,
     learning: Learning,
-    anchor: Anchor,
-    trained: SupernetFit,
+    supernet: Supernet,
+    exploit: Float[np.ndarray, "L C"],
     config: CheemConfig,
 ) -> Int[np.ndarray, "L"]:
-    """Search for the target network by backward elimination, and return its candidate indices.
-
-    All scored architectures are stored in `learning.underway`.
-    """
+    """Skip blocks by backward elimination (see `Cheem.eliminate`). `exploit` is the sampling table
+    of exploitation."""
     underway = learning.underway
-    labels = learning.task.val.labels
-    flops_of = architecture_flops(executor, trained.supernet)
-    anchor_flops = flops_of(anchor.genome[None])
-
-    def costs(genomes: Int[np.ndarray, "P L"]) -> Float[np.ndarray, "P 2"]:
-        # all pairs have the same number of parameters, and other changes add none
-        parameters = (genomes == anchor.genome).mean(axis=1)
-        return np.stack([parameters, flops_of(genomes) / anchor_flops], axis=1)
-
-    num_changes = sum(map(len, anchor.changes))
-    networks = estimated_networks(len(anchor.genome), num_changes, config.search)
+    task = learning.task
+    anchor, skips = anchor_of(exploit, supernet.sizes)
+    flops_of = architecture_flops(executor, supernet)
+    networks = num_eliminated(flops_of, anchor, skips, config.search)
     if underway.eliminated is not None:
         networks -= len(underway.eliminated.genomes)
-    total = len(labels) * max(networks, 0)
+    total = networks * len(task.val.labels)
     with learning.session.phase("search", total, underway.saved) as advance:
+
+        @functools.cache
+        def losses() -> LossFunction:
+            state = supernet.init()
+            (features,) = network_features(
+                executor,
+                [dense_network(supernet, state, anchor, {})],
+                learning.train,
+                len(task.train.labels),
+                batch_size=config.batch_size,
+            )
+            if not np.isfinite(features).all():
+                raise ValueError(
+                    f"task {task.name!r}: the backbone computes non-finite features for training"
+                    " images; check its weights"
+                )
+            return head_losses(
+                executor,
+                supernet,
+                state,
+                ridge_head(features, task.train.labels, len(task.classes))[0],
+                learning.val,
+                task.val.labels,
+                batch_size=config.batch_size,
+                advance=advance,
+            )
 
         def keep(eliminated: Eliminated) -> None:
             underway.eliminated = eliminated
             advance(0, f"{len(eliminated.genomes)} networks")
 
         codes, _ = eliminate(
-            head_losses(
-                executor,
-                trained.supernet,
-                trained.state,
-                learning.val,
-                labels,
-                batch_size=config.batch_size,
-                advance=advance,
-            ),
-            anchor.genome,
-            anchor.changes,
-            costs,
-            np.array([config.search.max_parameters, config.search.max_flops]),
+            # a resumed search that has ended needs no head
+            lambda genomes: losses()(genomes),
+            anchor,
+            skips,
+            flops_of,
+            config.search.max_flops * flops_of(anchor[None])[0],
             on_scored=keep,
             earlier=underway.eliminated,
         )
     return codes
+
+
+def num_eliminated(
+    flops_of: Score,
+    anchor: Int[np.ndarray, "L"],
+    skips: Int[np.ndarray, "L"],
+    config: SearchConfig,
+) -> int:
+    """Count the networks that backward elimination scores: the anchor, and in each round one per
+    block that is not yet skipped. All blocks save the same FLOPs."""
+    flops = flops_of(np.where(np.tri(len(anchor) + 1, len(anchor), -1, bool), skips, anchor))
+    rounds = int((flops[:-1] > config.max_flops * flops[0]).sum())
+    return 1 + sum(range(len(anchor) - rounds + 1, len(anchor) + 1))
 
 
 def feed_splits(
@@ -589,9 +615,6 @@ def sampling_tables(
     sizes = candidates.sizes
     exploit = exploit_table(similarity, candidates.earlier, sizes)
     uniform = uniform_table(sizes)
-    if config.sampling == "anchored":
-        anchor = anchored(exploit, sizes)
-        return SamplingTables(anchor.table(sizes), uniform, anchor)
     return SamplingTables(
         without(exploit, config.remove, sizes), without(uniform, config.remove, sizes)
     )
@@ -607,7 +630,7 @@ def num_scored(config: CheemConfig, task: Task) -> int:
 def phase_report(
     learning: Learning,
     similarity: Float[np.ndarray, "E L"],
-    trained: SupernetFit,
+    trained: SupernetFit | None,
     finished: SupernetFit,
 ) -> dict[str, Any]:
     """Report the similarity, the losses of both training stages, the number of skipped steps, and
@@ -616,7 +639,7 @@ def phase_report(
         "similarity": [
             [None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity
         ],
-        "supernet_losses": trained.progress.losses,
+        "supernet_losses": [] if trained is None else trained.progress.losses,
         "finetune_losses": finished.progress.losses,
         "skipped_steps": learning.underway.skipped,
         "not_kept": list(dict.fromkeys(learning.budget.refused)),
@@ -649,9 +672,11 @@ def search_report(
     if eliminated is not None:
         search["population"] = len(genomes)
         search["losses"] = eliminated.losses.mean(axis=1).round(6).tolist()
-    if config.score != "shared_head":  # not a validation accuracy: training images also count
-        name = "score"
+        search["score"] = "untrained"
+    elif config.score != "shared_head":
         search["score"] = config.score
+    if "score" in search:  # not a validation accuracy of the trained network
+        name = "score"
     return {
         "searched": len(genomes),
         "search": search,
@@ -714,22 +739,18 @@ def expected_seconds(
             tokens.values.block_until_ready()
 
     underway = Underway.resume(saved)
+    is_anchored = config.sampling == "anchored"
+    fits = {"finetune": config.finetune} | ({} if is_anchored else {"supernet": config.supernet})
     trained = sum(
         images_left(underway.fits.get(name, FitState()), fit, num, config.batch_size)
-        for name, fit in (("supernet", config.supernet), ("finetune", config.finetune))
+        for name, fit in fits.items()
     )
     generations = config.search.generations
     if underway.searched is not None:
         generations -= underway.searched.generations
     networks = config.search.population * generations
-    if config.sampling == "anchored":
-        # without earlier experts, each block can change to Reuse and to Skip
-        num = executor.num_blocks
-        networks = estimated_networks(num, 2 * num, config.search)
-        if underway.eliminated is not None:
-            networks = max(networks - len(underway.eliminated.genomes), 0)
-        if "finetune" in underway.fits:
-            networks = 0
+    if is_anchored:
+        networks = 0  # a few passes over the validation images
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
     seconds = passes * _fastest(one_pass, 4) / len(rows)
     if config.augment:

@@ -20,7 +20,7 @@ import optax
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
 from cheem_jax.core.keys import key_at, next_power_of_two
-from cheem_jax.core.ops import Expert, LowRank, Op, init_low_rank, init_new
+from cheem_jax.core.ops import Expert, LowRank, Op, init_low_rank, init_new, truncate
 from cheem_jax.core.pool import Head
 from cheem_jax.core.settings import Kind
 from cheem_jax.engine.executor import Place, Setup, make_ops
@@ -129,9 +129,15 @@ class Supernet:
     def learned(
         self, state: SupernetState, architecture: Architecture
     ) -> dict[int, Expert | LowRank]:
-        """Return the learned parameters of an architecture's Adapt and New, keyed by block."""
-        return {
+        """Return the parameters to store of an architecture's Adapt and New, keyed by block. Pairs
+        are truncated to the rank that is stored."""
+        learned = {
             place[0]: self.learner(state, place).params for place in learned_places(architecture)
+        }
+        rank = self.settings.stored_rank
+        return {
+            block: truncate(params, rank) if isinstance(params, LowRank) else params
+            for block, params in learned.items()
         }
 
     def trained_head(self, state: SupernetState) -> Head:

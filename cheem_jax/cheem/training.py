@@ -23,7 +23,7 @@ from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to_strings
 from cheem_jax.core.keys import key_at, next_power_of_two
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import compute_logits, merge_dense
+from cheem_jax.core.pool import Head, compute_logits, merge_dense
 from cheem_jax.core.settings import Advance, FitConfig
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
@@ -191,12 +191,22 @@ def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]
     ]
 
 
-def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored: int = 0) -> None:
+ADAPT, NEW = Choice("adapt", 0), Choice("new")
+
+
+def prepare(
+    executor: Executor,
+    supernet: Supernet,
+    batch_size: int,
+    num_scored: int = 0,
+    learnable: Sequence[Choice] = (ADAPT, NEW),
+) -> None:
     """Compile all functions for training, scoring and evaluating this task by running each once.
 
     Compilation depends only on shapes, so the functions run on blank images and a temporary state.
     `num_scored` is the number of images on which the search scores a candidate; it determines how
-    many images an accelerator processes per call.
+    many images an accelerator processes per call. `learnable` are the ops that training will use,
+    with Adapt first.
     After this call, sampling an architecture triggers no compilation, unless the executor compiles
     one function per signature (tuple of op kinds). With more than one device, the first generation
     of the search compiles the forward functions for each further device.
@@ -214,14 +224,14 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored:
 
     one = blank(rows)
     step = [one._replace(weights=one.weights / batch_size)] * (batch_size // rows)
-    adapt = Choice("adapt", 0)
-    new = Choice("new")
     reuse = Choice("reuse", 0)
     skip = Choice("skip")
     # Each pattern is (first op, middle ops, last op). Together, the patterns contain each op kind
     # after a learnable op, and each learnable op as the first learnable op.
-    patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
-    patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
+    patterns = [(ADAPT, kind, kind) for kind in (reuse, *learnable, skip)]
+    patterns += [(reuse, reuse, ADAPT)]
+    if NEW in learnable:
+        patterns += [(NEW, skip, reuse), (skip, reuse, NEW)]
     num = executor.num_blocks
     architectures = [(first, *[behind] * (last - 1), end)[-num:] for first, behind, end in patterns]
     if not executor.composes:
@@ -234,14 +244,14 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int, num_scored:
         # without a learner compile the forward functions for a training step.
         architectures += [
             (kind,) * learned + (reuse,) * (num - learned)
-            for kind in (adapt, new)
+            for kind in learnable
             for learned in range(1, num + 1)
         ]
         architectures += [(reuse,) * num, (reuse,) * last + (skip,)]
     for architecture in architectures:
         scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
     tokens, labels, mask = blank(executor.forward_rows(batch_size, num_scored))
-    forward = [(adapt, skip), (reuse, reuse)] + [(skip, reuse)] * executor.composes
+    forward = [(ADAPT, skip), (reuse, reuse)] + [(skip, reuse)] * executor.composes
     for behind, end in forward:
         codes = encode((*[behind] * last, end), supernet.sizes)
         network = dense_network(supernet, scratch, codes, {})
@@ -342,19 +352,20 @@ def head_losses(
     executor: Executor,
     supernet: Supernet,
     state: SupernetState,
+    head: Head,
     feed: Feed,
     labels: Int[np.ndarray, "N"],
     *,
     batch_size: int,
     advance: Advance = no_progress,
 ) -> elimination.LossFunction:
-    """Make the score function of backward elimination, which uses the supernet's weights and head.
+    """Make the score function of backward elimination, which uses the supernet's weights and one
+    head for all networks.
 
     The function maps genomes `[P, L]` to two arrays `[P, N]`: the cross-entropy on each held-out
     image of `feed`, and whether the class of the image is predicted correctly.
     """
     merged: dict[Place, Expert] = {}
-    head = supernet.trained_head(state)
 
     def score(genomes: np.ndarray) -> elimination.Losses:
         networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
@@ -374,8 +385,8 @@ def head_losses(
 
 def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
     """Make a function that maps genomes to their FLOPs by the paper's convention, without the
-    head."""
-    rank = supernet.settings.rank
+    head. Pairs count with the rank that is stored."""
+    rank = supernet.settings.stored_rank
     return lambda genomes: np.array(
         [
             network_flops(executor.config, executor.placement, decode(codes, supernet.sizes), rank)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from cheem_jax.core.kernels import product
@@ -96,6 +97,22 @@ def merge(expert: Expert, pair: LowRank) -> Expert:
     """Merge a low-rank pair into its expert. The outputs of the result and of `Adapt(expert, pair)`
     differ by at most 1e-5 of the largest output."""
     return Expert(expert.weight + pair.down @ pair.up, expert.bias)
+
+
+def truncate(pair: LowRank, rank: int) -> LowRank:
+    """Return the pair of the given rank whose product is closest to `down @ up`, by singular value
+    decomposition. If the pair does not have a higher rank, it is returned unchanged."""
+    if pair.down.shape[1] <= rank:
+        return pair
+    # With down = Q1 R1 and up = (Q2 R2)^T, only the small matrix R1 R2^T has to be decomposed. The
+    # host computes in float64, so the result does not depend on the accelerator.
+    down_basis, down_factor = np.linalg.qr(np.asarray(pair.down, np.float64))
+    up_basis, up_factor = np.linalg.qr(np.asarray(pair.up, np.float64).T)
+    u, singular_values, v = np.linalg.svd(down_factor @ up_factor.T)
+    scale = np.sqrt(singular_values[:rank])
+    down = down_basis @ u[:, :rank] * scale
+    up = (up_basis @ v[:rank].T * scale).T
+    return LowRank(jnp.asarray(down, pair.down.dtype), jnp.asarray(up, pair.up.dtype))
 
 
 def init_low_rank(key: jax.Array, *, num_inputs: int, width: int, rank: int) -> LowRank:

@@ -75,7 +75,7 @@ def write_generation(
                 save_forgotten(new_root, after, number)
             elif number in changed or number >= len(saved):  # an extended task gets a new number
                 index = after.numbers.index(number)
-                save_memory_task(new_root, after, index, config.method.ops.rank)
+                save_memory_task(new_root, after, index, config.method.ops.stored_rank)
             else:
                 copy_task(saved[number], new_root / saved[number].name, _link)
 

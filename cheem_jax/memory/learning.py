@@ -180,8 +180,9 @@ def extend(
             " computed from means and covariance of all images is tried"
         )
     session.say(f"{name}: {reason}")
-    # fine-tuning starts from the weights of the learned task
-    config = dataclasses.replace(setup.config, weights="inherited")
+    # fine-tuning starts from the weights of the learned task, and trains pairs at their rank
+    ops = dataclasses.replace(setup.config.ops, rank=setup.config.ops.stored_rank)
+    config = dataclasses.replace(setup.config, ops=ops, weights="inherited")
     learner = setup._replace(config=config).learner(memory)
     report = learner.extend(task, index, num_before, session)
     session.say(f"{name}: {describe_effect(report['extension'])}")

@@ -235,6 +235,8 @@ def describe_variant(run: RunRecord) -> str:
     parts += ["new in every block"] if settings.get("op") == "new" else []
     rank = settings.get("rank", 0)
     parts += [f"rank {rank}"] if rank > MOST_RANK else []
+    truncated = settings.get("ops", settings).get("truncated_rank")
+    parts += [] if truncated is None else [f"truncated to rank {truncated}"]
     router = settings.get("router", {})
     kind = router.get("kind", "kmeans"), router.get("features", "last")
     parts += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []

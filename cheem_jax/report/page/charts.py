@@ -37,6 +37,10 @@ SCORES = {
         "accuracy of a ridge head, %",
         "leave-one-out accuracy of a ridge head on training and validation images",
     ),
+    "untrained": (
+        "accuracy before training, %",
+        "accuracy on the validation images before training, with a ridge head",
+    ),
 }
 """Axis title and description of each score of the search."""
 PHASES = {

@@ -83,4 +83,6 @@ def _numbers(method: str) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(_text, value)) or "none"
+    if value is None:
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

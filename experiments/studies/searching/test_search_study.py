@@ -14,6 +14,7 @@ import search_study
 import small
 from rich.console import Console
 
+from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.data.task import Stream
@@ -26,7 +27,8 @@ from studies.searching.units import Counted
 
 DOCS = Path(__file__).parents[3] / "docs"
 STREAM = small.stream(2)
-RECIPES = ["quick", "backward-50", "anchor", "lora-8"]
+RECIPES = ["quick", "backward-90", "lora-64"]
+RANKS = (2, 1)
 PLAN = search_study.Plan(RECIPES, [1e-2, 3e-3], [0], ["task0"])
 SCORES = ("shared_head", "closed_form")
 """Scores of the earlier study, whose tables the page contains."""
@@ -43,10 +45,13 @@ def recipes():
                 small.QUICK,
                 **{
                     field: getattr(recipe.config, field)
-                    for field in ("sampling", "score", "weights")
+                    for field in ("sampling", "score", "search")
+                    if name != "quick"
                 },
+                ops=OpSettings(rank=4),
             )
-            patch.setitem(units.RECIPES, name, recipe._replace(config=small_config))
+            ranks = RANKS if recipe.ranks else ()
+            patch.setitem(units.RECIPES, name, recipe._replace(config=small_config, ranks=ranks))
         yield
 
 
@@ -86,8 +91,10 @@ def test_every_unit_is_computed_once_first_and_behind(finished):
     positions = {entry["position"] for entry in entries_of(finished, "learned")}
     assert positions == {"first", "behind task0"}
     learned = entries_of(finished, "learned")
-    wanted = [(recipe, rate) for rate in (1e-2, 3e-3) for recipe in RECIPES]
-    behind = [unit for unit in wanted if unit[0] != "lora-8"]  # needs no past
+    names = ["quick"]  # followed by the copies of the other networks
+    names += [f"{name}{rank}" for name in RECIPES[1:] for rank in ("/1", "/2", "")]
+    wanted = [(name, rate) for rate in (1e-2, 3e-3) for name in names]
+    behind = [unit for unit in wanted if not unit[0].startswith("lora-64")]  # needs no past
     assert [(entry["recipe"], entry["rate"]) for entry in learned] == wanted + behind
     assert len(entries_of(finished, "reuse")) == 4
     one = learned[0]  # 3 and 4 epochs of 40 images; 12 candidates on 20 images, and similarity
@@ -95,23 +102,28 @@ def test_every_unit_is_computed_once_first_and_behind(finished):
     assert one["images"]["search"] == 12 * 20
     assert one["passes"] == 3 * (3 + 4) * 40 + sum(one["images"].values()) - (3 + 4) * 40
     numbers = json.loads((finished / "search_study.json").read_text())
-    assert set(numbers["costs"]) == set(RECIPES)
-    assert {one["over"] for one in numbers["gains"]} == {"lora-8", "quick"}
+    assert set(numbers["costs"]) == set(names)
+    assert {one["over"] for one in numbers["gains"]} == {"lora-64", "quick"}
     assert "| recipe | minus | points | tasks |" in (finished / "search_study.md").read_text()
     assert (finished / "search_study.png").stat().st_size > 10_000
 
 
 @pytest.mark.full
-def test_recipes_share_a_supernet_and_its_costs(finished):
-    learned = entries_of(finished, "learned")
-    by_recipe = {entry["recipe"]: entry for entry in learned[:4]}
-    backward, anchor = by_recipe["backward-50"], by_recipe["anchor"]
-    assert anchor["architecture"] == ["adapt:0"] * 4 and "search" not in anchor["images"]
-    # the anchor, 8 changes in the first round, and a second round: the limit is two of four blocks
-    assert backward["images"]["search"] >= 10 * 20
-    for name in ("supernet", "finetune"):
-        assert backward["images"][name] == anchor["images"][name]
-    assert "supernet" not in by_recipe["lora-8"]["images"]
+def test_copies_of_a_network_have_fewer_parameters_and_the_same_training(finished):
+    by_recipe = {entry["recipe"]: entry for entry in entries_of(finished, "learned")[:7]}
+    lora, backward = by_recipe["lora-64"], by_recipe["backward-90"]
+    assert lora["architecture"] == ["adapt:0"] * 4 and "search" not in lora["images"]
+    assert sorted(backward["architecture"]) == ["adapt:0"] * 3 + ["skip"]
+    # the anchor, and Skip in each block
+    assert backward["images"]["search"] == 5 * 20
+    assert 0.75 * lora["params_added"] == backward["params_added"]
+    for name, whole in (("lora-64", lora), ("backward-90", backward)):
+        for rank in RANKS:
+            copy = by_recipe[f"{name}/{rank}"]
+            assert copy["params_added"] == whole["params_added"] * rank / 4
+            assert copy["flops"] < whole["flops"]
+            for field in ("architecture", "images", "passes"):
+                assert copy[field] == whole[field]
 
 
 @pytest.mark.full
@@ -145,6 +157,36 @@ def test_a_finished_study_computes_nothing_and_other_images_are_another_task(
     monkeypatch.setattr(units.TaskUnits, "_begin", lambda *_: pytest.fail("begun"))
     with pytest.raises(pytest.fail.Exception, match="begun"):
         study(finished, stream=other)
+
+
+def test_the_page_has_the_means_of_the_recorded_units_of_backward_elimination():
+    units = json.loads((DOCS / "results/search/backward_96.json").read_text())["units"]
+    page = (DOCS / "search.md").read_text()
+    recipes = ["lora-64", "backward-90", *(f"backward-90/{rank}" for rank in (32, 16, 8)), "plus"]
+    tasks = ["gtsrb", "cars49", "dtd10", "eurosat", "flowers12"]
+
+    def mean(task, recipe, field="test_accuracy"):
+        chosen = (task, recipe, 3e-3)
+        return np.mean(
+            [
+                unit[field]
+                for unit in units
+                if (unit["task"], unit["recipe"], unit["rate"]) == chosen
+            ]
+        )
+
+    def row(title, values, form):
+        return " | ".join(["| " + title, *(form.format(100 * value) for value in values)]) + " |"
+
+    table = [[mean(task, recipe) for recipe in recipes] for task in tasks]
+    lines = [row(task, values, "{:.1f}") for task, values in zip(tasks, table, strict=True)]
+    lines.append(row("mean", np.mean(table, axis=0), "{:.1f}"))
+    for title, field in (("parameters added", "params_added"), ("FLOPs", "flops")):
+        costs = np.mean(
+            [[mean(task, recipe, field) for recipe in recipes] for task in tasks], axis=0
+        )
+        lines.append(row(f"{title}, % of LoRA-CL's", costs / costs[0], "{:.0f}"))
+    assert "\n".join(lines) in page
 
 
 def test_wrong_settings_are_named():

@@ -31,19 +31,22 @@ Entry = dict[str, Any]
 
 
 class Recipe(NamedTuple):
-    """Settings of CHEEM, and the phases that the recipe uses."""
+    """Settings of CHEEM, and whether it searches."""
 
     config: CheemConfig
-    has_supernet: bool = True
-    """False: the network that adapts every block is trained alone, as by LoRA-CL."""
     searches: bool = True
-    """False: the network that adapts every block is fine-tuned."""
+    """False: every block adapts the base expert, as in LoRA-CL."""
+    ranks: tuple[int, ...] = ()
+    """Ranks to which copies of the trained network are truncated. Each copy is recorded as a
+    separate recipe, such as `lora-64/16`."""
 
 
 LORA = {f"lora-{rank}": rank for rank in (8, 16, 32, 64, 128)}
 """Ranks of LoRA-CL, keyed by recipe."""
-BACKWARD = {"backward-75": (0.75, 0.9), "backward-50": (0.5, 0.85), "backward-25": (0.25, 0.8)}
-"""Limits of parameters and FLOPs of backward elimination, keyed by recipe."""
+BACKWARD = {"backward-95": 0.95, "backward-90": 0.9}
+"""Limits of the FLOPs of backward elimination, keyed by recipe."""
+RANK, RANKS = 64, (32, 16, 8)
+"""Rank of Adapt in training, and ranks to which trained pairs are truncated."""
 
 
 def _recipes() -> dict[str, Recipe]:
@@ -51,29 +54,21 @@ def _recipes() -> dict[str, Recipe]:
     plus = dataclasses.replace(PRESETS["quick_plus"], router=router)
     rate = plus.finetune.learning_rate
 
-    def ranked(
+    def anchored(
         rank: int, schedule: Literal["warm_cosine", "cosine"] = "warm_cosine"
     ) -> CheemConfig:
         return CheemConfig(
             ops=OpSettings(rank=rank),
-            supernet=FitConfig(8, rate, schedule),
             sampling="anchored",
-            finetune=FitConfig(8, rate, schedule),
-            weights="inherited",
+            finetune=FitConfig(16, rate, schedule),
             router=router,
             batch_size=plus.batch_size,
         )
 
-    def backward(parameters: float, flops: float) -> Recipe:
-        config = ranked(64)
-        search = dataclasses.replace(config.search, max_parameters=parameters, max_flops=flops)
-        return Recipe(dataclasses.replace(config, search=search))
-
-    def lora(config: CheemConfig) -> Recipe:
-        whole = dataclasses.replace(config.finetune, epochs=16)
-        return Recipe(
-            dataclasses.replace(config, finetune=whole), has_supernet=False, searches=False
-        )
+    def backward(max_flops: float) -> Recipe:
+        config = anchored(RANK)
+        search = dataclasses.replace(config.search, max_flops=max_flops)
+        return Recipe(dataclasses.replace(config, search=search), ranks=RANKS)
 
     def warm(phase: FitConfig) -> FitConfig:
         return dataclasses.replace(phase, schedule="warm_cosine")
@@ -84,18 +79,20 @@ def _recipes() -> dict[str, Recipe]:
         "plus-warm": Recipe(
             dataclasses.replace(plus, supernet=warm(plus.supernet), finetune=warm(plus.finetune))
         ),
-        **{name: backward(*limits) for name, limits in BACKWARD.items()},
-        "anchor": Recipe(ranked(64), searches=False),
-        "lora-64-cold": lora(ranked(64, "cosine")),
-        **{name: lora(ranked(rank)) for name, rank in LORA.items()},
+        **{name: backward(limit) for name, limit in BACKWARD.items()},
+        "lora-64-cold": Recipe(anchored(RANK, "cosine"), searches=False),
+        **{
+            name: Recipe(anchored(rank), False, RANKS if rank == RANK else ())
+            for name, rank in LORA.items()
+        },
     }
 
 
 RECIPES = _recipes()
 """The compared recipes, each with 16 passes over the training images: the paper's search on a small
 budget (quick), the closed-form search (plus), the same with a rising rate at the start of both
-phases (plus-warm), backward elimination by the limit of its parameters in percent, its anchor
-without elimination, and LoRA-CL by rank, whose rate rises at the start, except in lora-64-cold."""
+phases (plus-warm), backward elimination by the limit of its FLOPs in percent, and LoRA-CL by rank.
+The rate of LoRA-CL rises at the start, except in lora-64-cold."""
 STEP = 3
 """Forward passes per training step on an image."""
 
@@ -127,16 +124,6 @@ class Counted(Session):
             yield advance
 
 
-class Shared(NamedTuple):
-    """A trained supernet and the costs of its training."""
-
-    key: tuple[str, int]
-    """Settings of the supernet, and seed."""
-    trained: SupernetFit
-    seconds: dict[str, float]
-    images: dict[str, int]
-
-
 class TaskUnits:
     """The units of one task after one memory; `make` returns a learner with that memory."""
 
@@ -154,7 +141,6 @@ class TaskUnits:
         self.position = position
         self.data_sha256 = data_hash(task)
         self.record, self.stop, self.progress = record, stop, progress
-        self.shared: Shared | None = None
 
     def finished(self, event: str, **place: Any) -> Entry | None:
         """A finished unit, computed from the same images."""
@@ -174,21 +160,25 @@ class TaskUnits:
             config, seed, f"{recipe}, rate {rate:g}, seed {seed}"
         )
         try:
-            trained, codes = self._search(cheem, learning, counted, RECIPES[recipe], seed)
-            unit = self._result(cheem, learning, cheem.finetune(learning, trained, codes), codes)
+            trained, codes = _search(cheem, learning, RECIPES[recipe].searches)
+            fit = cheem.finetune(learning, trained, codes)
+            units = {recipe: self._result(cheem, learning, fit, codes)} | {
+                f"{recipe}/{rank}": self._result(cheem, learning, _truncated(fit, rank), codes)
+                for rank in RECIPES[recipe].ranks
+            }
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}, {recipe}, rate {rate:g}: no network, {error}")
-            unit = {"genome": None, "val_accuracy": None, "test_accuracy": None}
+            units = {recipe: {"genome": None, "val_accuracy": None, "test_accuracy": None}}
         training = counted.images.get("supernet", 0) + counted.images.get("finetune", 0)
         forward = sum(counted.images.values()) - training
-        self._write(
-            "learned",
-            **place,
-            **unit,
-            images=counted.images,
-            passes=STEP * training + forward,
-            seconds=learning.session.seconds,
-        )
+        costs = {
+            "images": counted.images,
+            "passes": STEP * training + forward,
+            "seconds": learning.session.seconds,
+        }
+        # the recipe itself is last: it marks the unit as finished
+        for name, unit in reversed(units.items()):
+            self._write("learned", **{**place, "recipe": name}, **unit, **costs)
 
     def reuse(self, rate: float, seed: int) -> None:
         """Train the head of the network that reuses the backbone in every block."""
@@ -200,32 +190,6 @@ class TaskUnits:
         fit = cheem.finetune(learning, None, codes)
         self._write("reuse", rate=rate, seed=seed, **self._result(cheem, learning, fit, codes))
 
-    def _search(
-        self, cheem: Cheem, learning: Learning, counted: Counted, recipe: Recipe, seed: int
-    ) -> tuple[SupernetFit | None, Int[np.ndarray, "L"]]:
-        """Train the supernet and search, if the recipe has these phases.
-
-        Consecutive recipes that train the same supernet share it, with its costs.
-        """
-        config = cheem.config
-        tables = sampling_tables(config, learning.candidates, cheem.similarity(learning))
-        if not recipe.has_supernet:
-            assert tables.anchor is not None, "LoRA-CL adapts every block"
-            return None, tables.anchor.genome
-        search = PRESETS["quick"].search
-        key = settings_of(dataclasses.replace(config, search=search, finetune=config.supernet))
-        if self.shared is None or self.shared.key != (key, seed):
-            trained = cheem.train_supernet(learning, tables)
-            costs = dict(learning.session.seconds), dict(counted.images)
-            self.shared = Shared((key, seed), trained, *costs)
-        else:
-            learning.session.seconds.update(self.shared.seconds)
-            counted.images.update(self.shared.images)
-        if not recipe.searches:
-            assert tables.anchor is not None, "the anchor adapts every block"
-            return self.shared.trained, tables.anchor.genome
-        return self.shared.trained, cheem.search(learning, tables, self.shared.trained)
-
     def _begin(self, config: CheemConfig, seed: int, title: str) -> tuple[Cheem, Learning, Counted]:
         counted = Counted(self.stop, self.progress, f"{self.task.name}, {self.position}, {title}")
         cheem = self.make(config, seed)
@@ -235,8 +199,14 @@ class TaskUnits:
         self, cheem: Cheem, learning: Learning, fit: SupernetFit, codes: Int[np.ndarray, "L"]
     ) -> Entry:
         """Architecture, accuracy with the task ID given, and costs of a trained network."""
-        network = dense_network(fit.supernet, fit.state, codes, {})
         task = self.task
+        architecture = decode(codes, learning.candidates.sizes)
+        learned = fit.supernet.learned(fit.state, architecture)
+        stored = fit.supernet.start_from(
+            {(block, architecture[block]): params for block, params in learned.items()},
+            fit.state.head.params,
+        )
+        network = dense_network(fit.supernet, stored, codes, {})
         feeds = {"val": learning.val, "test": HostImages(cheem.executor, task.test.images)}
         accuracies = {
             f"{name}_accuracy": float(
@@ -255,8 +225,6 @@ class TaskUnits:
             )
             for name, feed in feeds.items()
         }
-        architecture = decode(codes, learning.candidates.sizes)
-        learned = fit.supernet.learned(fit.state, architecture)
         return {
             "genome": codes.tolist(),
             "architecture": to_strings(architecture),
@@ -272,6 +240,25 @@ class TaskUnits:
 
     def _place(self) -> Entry:
         return {"task": self.task.name, "position": self.position, "data_sha256": self.data_sha256}
+
+
+def _search(
+    cheem: Cheem, learning: Learning, searches: bool
+) -> tuple[SupernetFit | None, Int[np.ndarray, "L"]]:
+    """Search by the recipe, or adapt the base expert in every block."""
+    tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
+    if not searches:
+        return None, np.array(learning.candidates.sizes, np.int32)
+    if cheem.config.sampling == "anchored":
+        return None, cheem.eliminate(learning, tables)
+    trained = cheem.train_supernet(learning, tables)
+    return trained, cheem.search(learning, tables, trained)
+
+
+def _truncated(fit: SupernetFit, rank: int) -> SupernetFit:
+    """Return the fit with a supernet that truncates trained pairs to `rank`."""
+    settings = dataclasses.replace(fit.supernet.settings, truncated_rank=rank)
+    return fit._replace(supernet=dataclasses.replace(fit.supernet, settings=settings))
 
 
 def at_rate(config: CheemConfig, rate: float) -> CheemConfig:
