@@ -119,13 +119,8 @@ class Cheem(ExpertMemory):
         base_means: np.ndarray | None,
         features: FrozenFeatures,
     ):
-        super().__init__(
-            executor,
-            features,
-            config.router,
-            rank=config.ops.stored_rank,
-            batch_size=config.batch_size,
-        )
+        rank = config.ops.stored_rank
+        super().__init__(executor, features, config.router, rank=rank, batch_size=config.batch_size)
         self.name = config.name
         self.config = config
         self.keys = keys
@@ -289,16 +284,8 @@ class Cheem(ExpertMemory):
         return codes
 
     def eliminate(self, learning: Learning, tables: SamplingTables) -> Int[np.ndarray, "L"]:
-        """Search for the target network by backward elimination, and return its candidate indices.
-
-        The networks are scored before training: with the initial pairs, which change nothing, and
-        a ridge head for the features of the network that adapts every block. All scored
-        architectures are stored in `learning.underway`.
-        """
+        """Search for the target network by backward elimination (see `search_backward`)."""
         supernet = self._supernet(learning, Phase.FINETUNE_INIT)
-        with learning.session.phase("prepare"):
-            num_val = len(learning.task.val.labels)
-            prepare(self.executor, supernet, self.config.batch_size, num_val, learnable=(ADAPT,))
         return search_backward(self.executor, learning, supernet, tables.exploit, self.config)
 
     def finetune(
@@ -452,10 +439,17 @@ def search_backward(
     exploit: Float[np.ndarray, "L C"],
     config: CheemConfig,
 ) -> Int[np.ndarray, "L"]:
-    """Skip blocks by backward elimination (see `Cheem.eliminate`). `exploit` is the sampling table
-    of exploitation."""
+    """Search for the target network by backward elimination, and return its candidate indices.
+
+    The networks are scored before training: with the initial pairs, which change nothing, and a
+    ridge head for the features of the network that adapts every block. `exploit` is the sampling
+    table of exploitation. All scored architectures are stored in `learning.underway`.
+    """
     underway = learning.underway
     task = learning.task
+    with learning.session.phase("prepare"):
+        num_val = len(task.val.labels)
+        prepare(executor, supernet, config.batch_size, num_val, learnable=(ADAPT,))
     anchor, skips = anchor_of(exploit, supernet.sizes)
     flops_of = architecture_flops(executor, supernet)
     networks = num_eliminated(flops_of, anchor, skips, config.search)
