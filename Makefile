@@ -75,7 +75,7 @@ test-312: ## the tests on Python 3.12, where there is one
 	fi
 
 docs: $(VENV_DOCS)/.docs ## the documentation site, in site/; warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir site
+	@NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --strict --site-dir site
 
 paper: $(VENV)/.test ## every equation, table and figure of the paper at a small scale, one line each; a quarter of an hour at most
 	@JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICK_COMPILING) $${XLA_FLAGS:-}" $(VENV)/bin/python experiments/paper.py $(PAPER_ARGS)

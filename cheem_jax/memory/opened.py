@@ -198,7 +198,9 @@ class OpenMemory:
             task: name of the true task of all images. If it is set, the router is not used.
             memory_gb: size of the cache of merged experts in GiB (2^30 bytes); by default, the
                 budget of the engine. Predictions do not depend on this size.
-            batch_sizes, top, open_set: see `Predictor`.
+            batch_sizes: see `Predictor`.
+            top: see `Predictor`.
+            open_set: see `Predictor`.
         """
         settings = tuple(batch_sizes), top, open_set, task, memory_gb
         if settings not in self._predictors:
