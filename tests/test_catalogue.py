@@ -143,6 +143,7 @@ def pooled_stages() -> Stages:
         *(("l2p", "length", num, f"length is {num}; expected an even") for num in (3, 0, -2)),
         ("l2p", "top_k", 31, r"top_k is 31; expected 1\.\.30, the size of the pool"),
         ("lora_cl", "rank", 0, "rank is 0; expected at least 1"),
+        ("lora_cl", "truncated_rank", 41, "truncated_rank is 41; .* to the rank 40"),
         ("moal", "bottleneck", 0, "bottleneck is 0; expected at least 1"),
         ("moal", "hidden", 0, "hidden is 0; expected at least 1"),
         ("moe_adapters", "bottleneck", 0, "bottleneck is 0; expected at least 1"),

@@ -16,6 +16,7 @@ from cheem_jax.baselines.frozen_linear import fit_head
 from cheem_jax.cheem import hee
 from cheem_jax.cheem import learner as learner_module
 from cheem_jax.cheem.config import PAPER, PLUS, PRESETS, QUICK
+from cheem_jax.cheem.elimination import Eliminated
 from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.expert_memory import Underway, task_network
 from cheem_jax.cheem.learner import Cheem, expected_seconds
@@ -119,6 +120,18 @@ def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_sco
     assert (
         expected_seconds(executor, dataclasses.replace(config, augment=True), task)
         == (trained + searched + augmented) / 8
+    )
+
+    # one of four blocks is skipped, so the anchor and four more networks are scored
+    anchored = dataclasses.replace(config, sampling="anchored")
+    finetuned = 3 * len(task.train.labels) * config.finetune.epochs
+    searched_backward = 5 * len(task.val.labels)
+    assert expected_seconds(executor, anchored, task) == (finetuned + searched_backward) / 8
+    underway = Underway(eliminated=Eliminated(*[np.zeros((3, 4))] * len(Eliminated._fields)))
+    searched_backward -= 3 * len(task.val.labels)
+    assert (
+        expected_seconds(executor, anchored, task, underway.saved())
+        == (finetuned + searched_backward) / 8
     )
 
     beyond = dataclasses.replace(config, score="closed_form", score_images=5)

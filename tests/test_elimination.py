@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cheem_jax.cheem.elimination import Losses, eliminate
+from cheem_jax.cheem.elimination import Losses, count_scored, eliminate
 
 # one expert per block: Adapt is 1, Skip 3
 ADAPT, SKIP = 1, 3
@@ -28,18 +28,13 @@ class Landscape:
         return Losses(values, values < 0)
 
 
-def flops_of(genomes):
-    """A Skip saves 10 of 100 FLOPs."""
-    return 100.0 - 10 * (genomes == SKIP).sum(axis=1)
-
-
-def run(landscape, max_flops=80.0, **more):
+def run(landscape, num_skipped=2, **more):
     anchor = np.full(len(landscape.added), ADAPT, np.int32)
     skips = np.full(len(landscape.added), SKIP, np.int32)
-    return eliminate(landscape, anchor, skips, flops_of, max_flops, **more)
+    return eliminate(landscape, anchor, skips, num_skipped, **more)
 
 
-def test_the_blocks_that_add_the_least_loss_are_skipped_until_the_limit_is_met():
+def test_the_blocks_that_add_the_least_loss_are_skipped():
     landscape = Landscape([0.3, 0.1, 0.4, 0.2])
     genome, networks = run(landscape)
     assert genome.tolist() == [ADAPT, SKIP, ADAPT, SKIP]
@@ -63,15 +58,12 @@ def test_a_second_skip_is_judged_after_the_first():
     assert genome.tolist() == [SKIP, ADAPT, SKIP]
 
 
-@pytest.mark.parametrize(("max_flops", "num_skipped"), [(100, 0), (99, 1), (90, 1), (75, 3)])
-def test_no_more_blocks_are_skipped_than_the_limit_asks_for(max_flops, num_skipped):
-    genome, _ = run(Landscape([-0.3, 0.1, -0.4, 0.2]), max_flops)
-    assert (genome == SKIP).sum() == num_skipped
-
-
-def test_a_limit_that_cannot_be_met_ends_with_all_blocks_skipped():
-    genome, _ = run(Landscape([0.1, 0.3]), 0.0)
-    assert genome.tolist() == [SKIP] * 2
+@pytest.mark.parametrize("num_skipped", range(5))
+def test_the_given_number_of_blocks_is_skipped(num_skipped):
+    landscape = Landscape([-0.3, 0.1, -0.4, 0.2])
+    genome, _ = run(landscape, num_skipped)
+    assert np.flatnonzero(genome == SKIP).tolist() == sorted([2, 0, 1, 3][:num_skipped])
+    assert count_scored(4, num_skipped) == len(landscape.scored)
 
 
 def test_an_elimination_resumes_from_every_call_of_the_score():
@@ -89,12 +81,12 @@ def test_an_elimination_resumes_from_every_call_of_the_score():
 
 
 def test_a_network_without_a_finite_loss_is_not_kept():
-    genome, _ = run(Landscape([np.nan, 0.1, np.inf]), 0.0)
+    genome, _ = run(Landscape([np.nan, 0.1, np.inf]), 3)
     assert genome.tolist() == [ADAPT, SKIP, ADAPT]
 
 
 def test_an_anchor_without_a_finite_loss_is_an_error():
-    landscape = Landscape([0.0])
+    landscape = Landscape([0.0, 0.0])
     landscape.noise[3] = np.nan
     with pytest.raises(ValueError, match="lower learning rates"):
         run(landscape)

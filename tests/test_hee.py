@@ -163,6 +163,6 @@ def test_the_anchor_adapts_the_expert_that_exploitation_samples_most():
     exploit = np.zeros((2, 8))
     exploit[0, [0, 1, 2, 3, 4, 5]] = [0.1, 0.3, 0.2, 0.1, 0.1, 0.2]  # 0.3 and 0.4 by expert
     exploit[1, [0, 1, 2, 3]] = [0.4, 0.1, 0.2, 0.3]
-    anchor, skips = hee.anchor_of(exploit, (2, 1))
+    anchor, skips = hee.make_anchor(exploit, (2, 1))
     assert anchor.tolist() == [3, 1]  # Adapt of expert 1, Adapt of the base expert
     assert skips.tolist() == [5, 3]

@@ -15,7 +15,7 @@ from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig, LoraFinetune, Lora
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.kernels import product
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.ops import Adapt, LowRank, apply_op
+from cheem_jax.core.ops import Adapt, LowRank, apply_op, truncate
 from cheem_jax.core.pool import Head, dense_expert
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.stages import Stages
@@ -110,6 +110,21 @@ def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(method):
     np.testing.assert_allclose(
         dense_expert(method.memory.pool[0], 2).weight, merged, rtol=1e-5, atol=1e-6
     )
+
+
+def test_truncated_pairs_are_stored_with_their_costs():
+    task = small.task("colours", 0)
+    whole, short = (
+        learner(LoraCl, LoraClConfig(**SETTINGS, truncated_rank=rank)) for rank in (None, 1)
+    )
+    reports = [method.learn(task, Session()) for method in (whole, short)]
+    assert reports[0]["losses"] == reports[1]["losses"]
+    assert reports[1]["params_added"] == reports[0]["params_added"] / 2
+    assert reports[1]["flops_method"] < reports[0]["flops_method"]
+    for full, stored in zip(whole.memory.pool, short.memory.pool, strict=True):
+        expected = truncate(full[1].params, 1)
+        np.testing.assert_array_equal(stored[1].params.down, expected.down)
+        np.testing.assert_array_equal(stored[1].params.up, expected.up)
 
 
 def test_new_in_every_block_trains_a_copy_of_each_layer_per_task():

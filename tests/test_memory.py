@@ -30,6 +30,7 @@ from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.metrics import calibration_error, fit_temperature, log_probability
+from cheem_jax.core.ops import LowRank
 from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, compute_logits
 from cheem_jax.core.routing import RouterConfig, fit_statistics, packed
 from cheem_jax.core.settings import FitConfig
@@ -597,8 +598,13 @@ def test_the_next_writer_finishes_a_killed_forgetting(copied, memory, monkeypatc
     assert not [name for name in names if name.encode() in record]
 
 
-DEEP = dataclasses.replace(small.QUICK, remove=("reuse", "skip"))
-"""Every block of every task adapts or renews an expert, so that tasks build on each other."""
+DEEP = dataclasses.replace(
+    small.QUICK,
+    remove=("reuse", "skip"),
+    ops=dataclasses.replace(small.QUICK.ops, rank=3, truncated_rank=2),
+)
+"""Every block of every task adapts or renews an expert, so that tasks build on each other. Pairs
+are truncated, and extended at that rank."""
 
 
 @pytest.fixture(scope="module")
@@ -928,6 +934,13 @@ def test_extending_the_parents_of_other_tasks_experts_keeps_their_predictions(
     others = {task.name: given(memory, task.name) for task in memory.tasks if task.name != name}
     memory.learn(NEW, extend=name)
     memory = cheem_jax.open(directory)
+    pairs = [
+        expert.params
+        for block in memory.internal.pool
+        for expert in block
+        if isinstance(expert.params, LowRank)
+    ]
+    assert pairs and all(pair.down.shape[1] == 2 for pair in pairs)
     for other, logits in others.items():
         np.testing.assert_array_equal(given(memory, other), logits)
 

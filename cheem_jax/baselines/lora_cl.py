@@ -60,7 +60,7 @@ class LoraClConfig:
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "rank")
-        self.ops.__post_init__()
+        OpSettings(self.rank, self.truncated_rank)  # raises an error if the ranks do not fit
 
     @property
     def ops(self) -> OpSettings:

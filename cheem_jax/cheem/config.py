@@ -110,7 +110,8 @@ class CheemConfig:
     sampling: Literal["hee", "uniform", "anchored"] = "hee"
     """`hee` samples as in the paper. `uniform` is the paper's pure exploration: eps1 = eps2 = 1,
     also in mutation. `anchored` trains no supernet: it adapts the expert that HEE prefers in each
-    block, and skips the least useful blocks before training (docs/search.md)."""
+    block, and skips the least useful blocks before training (docs/search.md). The settings of the
+    supernet and `weights` then have no effect."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     score: Literal["shared_head", "closed_form"] = "shared_head"

@@ -1,5 +1,5 @@
 """Backward elimination: a search that starts from a network that adapts every block, and skips the
-least useful blocks until the network is cheap enough. The paper does not contain this search.
+least useful blocks. The paper does not contain this search.
 
 The search is a pure function of arrays. The loss function is an argument, so tests can search a toy
 landscape.
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-
-from cheem_jax.cheem.evolution import Score
 
 Code = tuple[int, ...]
 
@@ -41,27 +39,25 @@ def eliminate(
     score: LossFunction,
     anchor: Int[np.ndarray, "L"],
     skips: Int[np.ndarray, "L"],
-    flops_of: Score,
-    max_flops: float,
+    num_skipped: int,
     *,
     on_scored: Callable[[Eliminated], object] = lambda eliminated: None,
     earlier: Eliminated | None = None,
 ) -> tuple[Int[np.ndarray, "L"], Eliminated]:
-    """Skip blocks of the anchor until its FLOPs do not exceed a limit.
+    """Skip blocks of the anchor, one per round.
 
     Each round scores the networks that skip one more block, and keeps the network with the lowest
-    mean loss. All blocks have the same FLOPs, so the loss alone decides.
+    mean loss.
 
-    Returns the genome of the last network, and all scored networks. The FLOPs remain above the
-    limit only if all blocks are skipped, or if all further networks have non-finite losses. Raises
-    ValueError if the anchor's loss is non-finite.
+    Returns the genome of the last network, and all scored networks. Fewer blocks are skipped only
+    if all further networks have non-finite losses. Raises ValueError if the anchor's loss is
+    non-finite.
 
     Args:
         score: maps genomes `[P, L]` to losses on N images; all calls use the same images.
         anchor: genome to start from.
         skips: candidate index of Skip in each block.
-        flops_of: maps genomes `[P, L]` to the FLOPs of each network.
-        max_flops: limit of the FLOPs.
+        num_skipped: number of blocks to skip, at most L.
         on_scored: is called with the progress after each call of `score`.
         earlier: progress of an interrupted elimination to resume; the result is the same as without
             the interruption.
@@ -91,15 +87,21 @@ def eliminate(
             "the search found no architecture with a score: the loss of the network that adapts"
             " every block is non-finite; try lower learning rates"
         )
-    while flops_of(np.array([current], np.int32))[0] > max_flops:
+    for _ in range(num_skipped):
         options = [
             (*current[:block], int(skip), *current[block + 1 :])
             for block, skip in enumerate(skips)
             if current[block] != skip
         ]
-        means = losses(options) if options else np.empty(0)
+        means = losses(options)
         if not np.isfinite(means).any():
             break
         current = options[int(np.nanargmin(means))]
     assert networks is not None, "the anchor, at least, is scored"
     return np.array(current, np.int32), networks
+
+
+def count_scored(num_blocks: int, num_skipped: int) -> int:
+    """Count the networks that `eliminate` scores: the anchor, and in each round one per block that
+    is not yet skipped."""
+    return 1 + sum(num_blocks - rounds for rounds in range(num_skipped))

@@ -128,7 +128,7 @@ def without(
     return rest / rest.sum(axis=1, keepdims=True)
 
 
-def anchor_of(
+def make_anchor(
     exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]
 ) -> tuple[Int[np.ndarray, "L"], Int[np.ndarray, "L"]]:
     """Return the genome of the network that adapts, in each block, the expert that exploitation

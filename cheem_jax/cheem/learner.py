@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from cheem_jax.backbone.flops import network_flops
 from cheem_jax.cheem.closed_form import (
     HeadComparison,
     closed_form_score,
@@ -22,14 +23,14 @@ from cheem_jax.cheem.closed_form import (
     frozen_features,
     ridge_head,
 )
-from cheem_jax.cheem.config import CheemConfig, SearchConfig
-from cheem_jax.cheem.elimination import Eliminated, LossFunction, eliminate
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.elimination import Eliminated, LossFunction, count_scored, eliminate
 from cheem_jax.cheem.evolution import Score, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
 from cheem_jax.cheem.hee import (
-    anchor_of,
     cosines,
     exploit_table,
+    make_anchor,
     norm_cosine,
     uniform_table,
     without,
@@ -450,12 +451,8 @@ def search_backward(
     with learning.session.phase("prepare"):
         num_val = len(task.val.labels)
         prepare(executor, supernet, config.batch_size, num_val, learnable=(ADAPT,))
-    anchor, skips = anchor_of(exploit, supernet.sizes)
-    flops_of = architecture_flops(executor, supernet)
-    networks = num_eliminated(flops_of, anchor, skips, config.search)
-    if underway.eliminated is not None:
-        networks -= len(underway.eliminated.genomes)
-    total = networks * len(task.val.labels)
+    anchor, skips = make_anchor(exploit, supernet.sizes)
+    total = networks_left(executor, config, underway) * len(task.val.labels)
     with learning.session.phase("search", total, underway.saved) as advance:
 
         @functools.cache
@@ -493,25 +490,35 @@ def search_backward(
             lambda genomes: losses()(genomes),
             anchor,
             skips,
-            flops_of,
-            config.search.max_flops * flops_of(anchor[None])[0],
+            num_skipped(executor, config),
             on_scored=keep,
             earlier=underway.eliminated,
         )
     return codes
 
 
-def num_eliminated(
-    flops_of: Score,
-    anchor: Int[np.ndarray, "L"],
-    skips: Int[np.ndarray, "L"],
-    config: SearchConfig,
-) -> int:
-    """Count the networks that backward elimination scores: the anchor, and in each round one per
-    block that is not yet skipped. All blocks save the same FLOPs."""
-    flops = flops_of(np.where(np.tri(len(anchor) + 1, len(anchor), -1, bool), skips, anchor))
-    rounds = int((flops[:-1] > config.max_flops * flops[0]).sum())
-    return 1 + sum(range(len(anchor) - rounds + 1, len(anchor) + 1))
+def num_skipped(executor: Executor, config: CheemConfig) -> int:
+    """Count the blocks that backward elimination has to skip until the FLOPs are within
+    `config.search.max_flops`. The number does not depend on the blocks, because every block has
+    the same FLOPs."""
+    num = executor.num_blocks
+    flops = [
+        network_flops(
+            executor.config,
+            executor.placement,
+            (Choice("skip"),) * skipped + (ADAPT,) * (num - skipped),
+            config.ops.stored_rank,
+        )
+        for skipped in range(num)
+    ]
+    return sum(one > config.search.max_flops * flops[0] for one in flops)
+
+
+def networks_left(executor: Executor, config: CheemConfig, underway: Underway) -> int:
+    """Count the networks that backward elimination has not scored yet."""
+    networks = count_scored(executor.num_blocks, num_skipped(executor, config))
+    eliminated = underway.eliminated
+    return networks - (0 if eliminated is None else len(eliminated.genomes))
 
 
 def feed_splits(
@@ -739,12 +746,13 @@ def expected_seconds(
         images_left(underway.fits.get(name, FitState()), fit, num, config.batch_size)
         for name, fit in fits.items()
     )
-    generations = config.search.generations
-    if underway.searched is not None:
-        generations -= underway.searched.generations
-    networks = config.search.population * generations
     if is_anchored:
-        networks = 0  # a few passes over the validation images
+        networks = networks_left(executor, config, underway)
+    else:
+        generations = config.search.generations
+        if underway.searched is not None:
+            generations -= underway.searched.generations
+        networks = config.search.population * generations
     passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
     seconds = passes * _fastest(one_pass, 4) / len(rows)
     if config.augment:

@@ -192,15 +192,12 @@ class OpenMemory:
         memory_gb: float | None = None,
     ) -> Predictor:
         """Return a predictor for decoded images `[N, S, S, 3]`. One predictor is cached for each
-        combination of arguments.
+        combination of arguments; `batch_sizes`, `top` and `open_set` are those of `Predictor`.
 
         Args:
             task: name of the true task of all images. If it is set, the router is not used.
             memory_gb: size of the cache of merged experts in GiB (2^30 bytes); by default, the
                 budget of the engine. Predictions do not depend on this size.
-            batch_sizes: see `Predictor`.
-            top: see `Predictor`.
-            open_set: see `Predictor`.
         """
         settings = tuple(batch_sizes), top, open_set, task, memory_gb
         if settings not in self._predictors:

@@ -316,7 +316,7 @@ def _sections(
             "similarity" in results,
             "similarity",
             "Similarity of tasks",
-            "The similarity determines how HEE samples from the supernet.",
+            "The similarity determines which experts HEE prefers.",
             "chart",
             lambda: charts.similarity(results),
         ),

@@ -45,7 +45,7 @@ SCORES = {
 """Axis title and description of each score of the search."""
 PHASES = {
     "keep": "images through unchanged blocks",
-    "prepare": "compiling the supernet",
+    "prepare": "compiling",
     "supernet": "supernet training",
     "finetune": "fine-tuning",
     "means": "means of features",

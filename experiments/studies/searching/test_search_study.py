@@ -188,6 +188,51 @@ def test_the_page_has_the_means_of_the_recorded_units_of_backward_elimination():
         lines.append(row(f"{title}, % of LoRA-CL's", costs / costs[0], "{:.0f}"))
     assert "\n".join(lines) in page
 
+    text = " ".join(page.split())
+    entries = [{**unit, "event": "learned", "position": "first"} for unit in units]
+    entries = [entry for entry in entries if entry["task"] in tasks and entry["rate"] == 3e-3]
+    rows = accuracies_by_task(entries)
+    for other, form in (
+        ("lora-64", "{:.1f} points more ({:.1f} to {:.1f}"),
+        ("plus", "{:.1f} more than `plus` ({:.1f} to {:.1f})"),
+    ):
+        numbers = gain(rows, "backward-90/32", other)
+        values = (100 * numbers[name] for name in ("value", "low", "high"))
+        assert form.format(*values).replace("-", "−") in text
+    passes = [
+        np.mean([entry["passes"] for entry in entries if entry["recipe"] == recipe])
+        for recipe in ("backward-90", "lora-64", "plus")
+    ]
+    assert (
+        "{:,.0f} forward passes per task, LoRA-CL {:,.0f} and `plus` {:,.0f};".format(*passes)
+        in text
+    )
+    skipped = {
+        block
+        for entry in entries
+        if entry["recipe"] == "backward-90"
+        for block, op in enumerate(entry["architecture"], 1)
+        if op == "skip"
+    }
+    assert (min(skipped), max(skipped)) == (8, 12)
+
+    def of_seed(recipe, seed, tasks):
+        values = [
+            entry["test_accuracy"]
+            for entry in entries
+            if (entry["recipe"], entry["seed"]) == (recipe, seed) and entry["task"] in tasks
+        ]
+        assert len(values) == len(tasks)
+        return 100 * np.mean(values)
+
+    truncated = [of_seed(f"lora-64{rank}", 1, tasks) for rank in ("", "/32", "/16", "/8")]
+    form = "it has {:.1f} %, {:.1f} at rank 32, {:.1f} at rank 16 and {:.1f} at rank 8 (seed 1)"
+    assert form.format(*truncated) in text
+    trained = [of_seed(f"lora-{rank}", 0, tasks[:4]) for rank in (32, 64, 128)]
+    form = "LoRA-CL of rank 32, 64 and 128 has {:.1f}, {:.1f} and {:.1f} % (seed 0)"
+    assert form.format(*trained) in text
+    assert f"omniglot (seed 1: {100 * mean('omniglot', 'backward-90/32'):.1f} %" in text
+
 
 def test_wrong_settings_are_named():
     with pytest.raises(
