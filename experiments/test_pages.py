@@ -11,6 +11,8 @@ from jit_profile import profile_grid
 from pages import begin, fill, write_tables
 from studies.paper.claims import largest_gap
 from studies.paper.results import tables_of
+from studies.searching.page import read as read_units
+from studies.searching.page import tables as search_tables
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"<!-- table (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
@@ -26,6 +28,7 @@ def read(name: str):
 PAGES = {
     "results.md": lambda: tables_of(DOCS / "results/runs"),
     "results_96.md": lambda: tables_of(DOCS / "results_96/runs"),
+    "search.md": lambda: search_tables(read_units(DOCS / "results/search/units.json")),
     "profile/jit_profile.md": lambda: {
         "executors": profile_grid(read("profile/jit_profile.json")).to_markdown()
     },
@@ -42,6 +45,42 @@ PAGES = {
 def test_the_tables_of_a_page_are_those_of_its_records(page):
     tables = dict(TABLE.findall((DOCS / page).read_text()))
     assert tables == PAGES[page]()
+
+
+def test_the_sentences_about_the_search_have_the_numbers_of_its_runs():
+    units = read_units(DOCS / "results/search/units.json")
+    text = " ".join((DOCS / "search.md").read_text().split())
+
+    def mean(field: str, recipe: str, **place) -> float:
+        place = {"image_size": 96, "rate": 3e-3, "recipe": recipe, **place}
+        return np.mean([unit[field] for unit in units if place.items() <= unit.items()])
+
+    parameters, flops = (
+        100 * mean(field, "backward-90/32") / mean(field, "lora-64")
+        for field in ("params_added", "flops")
+    )
+    assert f"with {parameters:.0f} % of its parameters and {flops:.0f} % of its FLOPs" in text
+    rows = TABLE.findall((DOCS / "search.md").read_text())
+    differences = dict(rows)["differences"]
+    for quoted, row in (
+        (
+            "0.0 points more on six sets at 96 pixels (−2.1 to 2.1)",
+            "LoRA-CL | 0.0 (−2.1 to 2.1) | 6",
+        ),
+        ("has 3.5 points more than the earlier search of", "closed form | 3.5 (−1.9 to 8.9) | 5"),
+    ):
+        assert quoted in text and row in differences
+    sets = ("gtsrb", "cars49", "dtd10", "eurosat")
+    trained = [
+        100 * np.mean([mean("test_accuracy", f"lora-{rank}", seed=0, task=task) for task in sets])
+        for rank in (32, 128, 64)
+    ]
+    form = "at rank 32 or 128 is worse: {:.1f} and {:.1f} instead of {:.1f} % on four sets (seed 0)"
+    assert form.format(*trained) in text
+    cars49 = {"image_size": 224, "task": "cars49"}
+    for field in ("val_accuracy", "test_accuracy"):
+        lost = mean(field, "last-2/32", **cars49) - mean(field, "backward-90-any/32", **cars49)
+        assert f"{100 * lost:.1f} points below the network that skips the last two" in text
 
 
 def cut_off() -> Iterator[float]:

@@ -1,6 +1,7 @@
 """Numbers, tables and a figure from the record of a study of the search."""
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,30 +98,35 @@ def gain(rows: Sequence[Numbers], recipe: str, other: str) -> dict[str, Any] | N
 
 def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     """Compute accuracy, forward passes, seconds by phase, FLOPs and added parameters by recipe:
-    means over the units of first tasks that all recipes learned."""
+    means over seeds, then over the first tasks and rates with which all recipes learned."""
     learned = [
         entry
         for entry in entries
         if entry["event"] == "learned" and entry["genome"] and entry["position"] == FIRST
     ]
     recipes = dict.fromkeys(entry["recipe"] for entry in learned)
-    units: dict[tuple[Any, ...], dict[str, Entry]] = {}
+    groups: dict[tuple[str, float], dict[str, list[Entry]]] = {}
     for entry in learned:
-        unit = tuple(entry[name] for name in ("task", "rate", "seed"))
-        units.setdefault(unit, {})[entry["recipe"]] = entry
-    common = [unit for unit in units.values() if unit.keys() == recipes.keys()]
+        group = groups.setdefault((entry["task"], entry["rate"]), {})
+        group.setdefault(entry["recipe"], []).append(entry)
+    common = [group for group in groups.values() if group.keys() == recipes.keys()]
+
+    def mean(recipe: str, value: Callable[[Entry], float]) -> float:
+        return float(np.mean([np.mean([value(one) for one in group[recipe]]) for group in common]))
+
     means = {}
     for recipe in recipes if common else ():
-        group = [unit[recipe] for unit in common]
-        phases = dict.fromkeys(phase for entry in group for phase in entry["seconds"])
+        phases = dict.fromkeys(
+            phase for group in common for entry in group[recipe] for phase in entry["seconds"]
+        )
         means[recipe] = {
-            "num": len(group),
+            "num": len(common),
             **{
-                name: float(np.mean([entry[name] for entry in group]))
+                name: mean(recipe, operator.itemgetter(name))
                 for name in ("test_accuracy", "passes", "flops", "params_added")
             },
             "seconds": {
-                phase: float(np.mean([entry["seconds"].get(phase, 0.0) for entry in group]))
+                phase: mean(recipe, lambda entry, phase=phase: entry["seconds"].get(phase, 0.0))
                 for phase in phases
             },
         }
@@ -145,7 +151,7 @@ def numbers_of(entries: Sequence[Entry], setting: Numbers) -> dict[str, Any]:
     rows = accuracies_by_task(entries)
     recipes = dict.fromkeys(name for row in rows for name in row["recipes"])
     references = [
-        name for name in (best_lora(rows), "plus", "quick") if name is not None and name in recipes
+        name for name in (best_lora(rows), "quick") if name is not None and name in recipes
     ]
     gains = [
         {"recipe": name, "over": reference, **value}
@@ -200,7 +206,7 @@ def gain_grid(gains: Sequence[Numbers]) -> Grid:
         (
             one["recipe"],
             one["over"],
-            _points(one),
+            points(one),
             str(one["num"]),
         )
         for one in gains
@@ -233,25 +239,33 @@ def cost_grid(costs: Mapping[str, Numbers]) -> Grid:
     return Grid("Accuracy and costs as a first task", columns, tuple(rows), 1)
 
 
-def draw(study: Numbers, file: Path) -> None:
-    """Draw accuracy against added parameters and against FLOPs: a point per recipe, and LoRA-CL's
-    ranks as a curve."""
+def draw(study: Numbers, file: Path, ranks: Sequence[str] = tuple(LORA)) -> None:
+    """Draw accuracy against added parameters and against FLOPs: a point per recipe, with the
+    interval of its difference from LoRA-CL, and the recipes of LoRA-CL in `ranks` as a curve."""
     costs = study["costs"]
-    curve = [name for name in LORA if name in costs]
+    curve = [name for name in ranks if name in costs]
+    halves = {
+        one["recipe"]: 100 * (one["high"] - one["value"])
+        for one in study["gains"]
+        if one["over"] in LORA and one["high"] is not None
+    }
     figure = Figure(figsize=(9.6, 3.8), dpi=DPI, layout="constrained")
     for axes, (cost, (label, factor)) in zip(figure.subplots(1, 2), COSTS.items(), strict=True):
         points = {
             name: (factor * one[cost], 100 * one["test_accuracy"]) for name, one in costs.items()
         }
-        axes.plot(*zip(*(points[name] for name in curve), strict=True), "-", color=FAINT)
+        if curve:
+            axes.plot(*zip(*(points[name] for name in curve), strict=True), "-", color=FAINT)
         for name, (x, y) in points.items():
-            axes.plot(x, y, "o", color=COST if name in LORA else ACCURACY)
+            color = COST if name in ranks else ACCURACY
+            axes.errorbar(x, y, halves.get(name), fmt="o", color=color, elinewidth=0.8)
             axes.annotate(name, (x, y), (4, 4), textcoords="offset points", size=7, color=INK)
-        frame(axes, label, "test accuracy, %", grid=True)
+        frame(axes, "", label, "test accuracy, %", grid=True)
     save(figure, file)
 
 
-def _points(one: Numbers) -> str:
+def points(one: Numbers) -> str:
+    """Return a difference in points, with its interval if it has one."""
     values = [100 * one[name] for name in ("value", "low", "high") if one[name] is not None]
     text = "{:.1f} ({:.1f} to {:.1f})" if len(values) > 1 else "{:.1f}"
     return text.format(*values).replace("-", "−")

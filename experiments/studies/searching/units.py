@@ -13,10 +13,10 @@ from jaxtyping import Int
 
 from cheem_jax.cheem.config import PRESETS, CheemConfig, OpSettings
 from cheem_jax.cheem.learner import Cheem, Learning, sampling_tables
-from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network
-from cheem_jax.core.architecture import decode, to_strings
+from cheem_jax.cheem.training import ADAPT, SupernetFit, architecture_flops, dense_network
+from cheem_jax.core.architecture import Choice, decode, encode, to_strings
 from cheem_jax.core.interruption import Stop
-from cheem_jax.core.settings import Advance, FitConfig
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Task
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.feed import HostImages
@@ -35,7 +35,9 @@ class Recipe(NamedTuple):
 
     config: CheemConfig
     searches: bool = True
-    """False: every block adapts the base expert, as in LoRA-CL."""
+    """False: every block that is not skipped adapts the base expert, as in LoRA-CL."""
+    num_skipped: int = 0
+    """Number of last blocks that a recipe without a search skips."""
     ranks: tuple[int, ...] = ()
     """Ranks to which copies of the trained network are truncated. Each copy is recorded as a
     separate recipe, such as `lora-64/16`."""
@@ -45,44 +47,35 @@ LORA = {f"lora-{rank}": rank for rank in (8, 16, 32, 64, 128)}
 """Ranks of LoRA-CL, keyed by recipe."""
 BACKWARD = {"backward-95": 0.95, "backward-90": 0.9}
 """Limits of the FLOPs of backward elimination, keyed by recipe."""
-RANK, RANKS = 64, (32, 16, 8)
-"""Rank of Adapt in training, and ranks to which trained pairs are truncated."""
+RANKS = (32, 16, 8)
+"""Ranks to which trained pairs are truncated."""
 
 
 def _recipes() -> dict[str, Recipe]:
-    router = PRESETS["quick"].router  # the task ID is given, so the simplest router suffices
-    plus = dataclasses.replace(PRESETS["quick_plus"], router=router)
-    rate = plus.finetune.learning_rate
+    # the task ID is given, so the simplest router suffices
+    plus = dataclasses.replace(
+        PRESETS["quick_plus"], router=PRESETS["quick"].router, fallback=False
+    )
+    usual = plus.ops.rank
 
-    def anchored(
+    def at_rank(
         rank: int, schedule: Literal["warm_cosine", "cosine"] = "warm_cosine"
     ) -> CheemConfig:
-        return CheemConfig(
-            ops=OpSettings(rank=rank),
-            sampling="anchored",
-            finetune=FitConfig(16, rate, schedule),
-            router=router,
-            batch_size=plus.batch_size,
-        )
+        finetune = dataclasses.replace(plus.finetune, schedule=schedule)
+        return dataclasses.replace(plus, ops=OpSettings(rank), finetune=finetune)
 
     def backward(max_flops: float) -> Recipe:
-        config = anchored(RANK)
+        config = at_rank(usual)
         search = dataclasses.replace(config.search, max_flops=max_flops)
         return Recipe(dataclasses.replace(config, search=search), ranks=RANKS)
 
-    def warm(phase: FitConfig) -> FitConfig:
-        return dataclasses.replace(phase, schedule="warm_cosine")
-
     return {
         "quick": Recipe(PRESETS["quick"]),
-        "plus": Recipe(plus),
-        "plus-warm": Recipe(
-            dataclasses.replace(plus, supernet=warm(plus.supernet), finetune=warm(plus.finetune))
-        ),
         **{name: backward(limit) for name, limit in BACKWARD.items()},
-        "lora-64-cold": Recipe(anchored(RANK, "cosine"), searches=False),
+        "last-2": Recipe(at_rank(usual), searches=False, num_skipped=2, ranks=RANKS),
+        "lora-64-cold": Recipe(at_rank(usual, "cosine"), searches=False),
         **{
-            name: Recipe(anchored(rank), False, RANKS if rank == RANK else ())
+            name: Recipe(at_rank(rank), searches=False, ranks=RANKS if rank == usual else ())
             for name, rank in LORA.items()
         },
     }
@@ -90,9 +83,9 @@ def _recipes() -> dict[str, Recipe]:
 
 RECIPES = _recipes()
 """The compared recipes, each with 16 passes over the training images: the paper's search on a small
-budget (quick), the closed-form search (plus), the same with a rising rate at the start of both
-phases (plus-warm), backward elimination by the limit of its FLOPs in percent, and LoRA-CL by rank.
-The rate of LoRA-CL rises at the start, except in lora-64-cold."""
+budget (quick), backward elimination by the limit of its FLOPs in percent, LoRA-CL by rank, and
+LoRA-CL without the last two blocks (last-2). The rate of LoRA-CL rises at the start, except in
+lora-64-cold."""
 STEP = 3
 """Forward passes per training step on an image."""
 
@@ -160,7 +153,7 @@ class TaskUnits:
             config, seed, f"{recipe}, rate {rate:g}, seed {seed}"
         )
         try:
-            trained, codes = _search(cheem, learning, RECIPES[recipe].searches)
+            trained, codes = _search(cheem, learning, RECIPES[recipe])
             fit = cheem.finetune(learning, trained, codes)
             units = {recipe: self._result(cheem, learning, fit, codes)} | {
                 f"{recipe}/{rank}": self._result(cheem, learning, _truncated(fit, rank), codes)
@@ -243,12 +236,15 @@ class TaskUnits:
 
 
 def _search(
-    cheem: Cheem, learning: Learning, searches: bool
+    cheem: Cheem, learning: Learning, recipe: Recipe
 ) -> tuple[SupernetFit | None, Int[np.ndarray, "L"]]:
-    """Search by the recipe, or adapt the base expert in every block."""
+    """Search by the recipe, or adapt the base expert in every block that is not skipped."""
     tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
-    if not searches:
-        return None, np.array(learning.candidates.sizes, np.int32)
+    if not recipe.searches:
+        num = len(learning.candidates.sizes)
+        architecture = (ADAPT,) * (num - recipe.num_skipped)
+        architecture += (Choice("skip"),) * recipe.num_skipped
+        return None, encode(architecture, learning.candidates.sizes)
     if cheem.config.sampling == "anchored":
         return None, cheem.eliminate(learning, tables)
     trained = cheem.train_supernet(learning, tables)
