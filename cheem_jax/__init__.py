@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cheem_jax.cheem.closed_form import closed_form_score as closed_form_score
     from cheem_jax.cheem.evolution import search as search
     from cheem_jax.cheem.hee import sample as sample
     from cheem_jax.cheem.supernet import Supernet as Supernet
@@ -32,7 +31,6 @@ __all__ = [
     "Supernet",
     "SupernetState",
     "begin_with",
-    "closed_form_score",
     "create",
     "grow",
     "make_step",
@@ -49,7 +47,6 @@ _PLACES = {
     "Supernet": "cheem.supernet.Supernet",
     "SupernetState": "cheem.supernet.SupernetState",
     "begin_with": "memory.begin_with",
-    "closed_form_score": "cheem.closed_form.closed_form_score",
     "create": "memory.create",
     "grow": "core.pool.grow",
     "make_step": "cheem.training.make_step",

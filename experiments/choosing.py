@@ -71,10 +71,15 @@ def change(method: str, setting: str, value: Any) -> dict[str, Any]:
     return {f"{phase}.learning_rate": value for phase in phases}
 
 
+def num_epochs(config: CheemConfig) -> int:
+    """Count CHEEM's epochs in all phases."""
+    supernet = 0 if config.sampling == "anchored" else config.supernet.epochs
+    return supernet + config.finetune.epochs
+
+
 def budget(method: str, preset: Any) -> dict[str, Any]:
     """Return the fields that set CHEEM's number of epochs and the cosine schedule."""
-    cheem = PRESETS[preset]
-    epochs = cheem.supernet.epochs + cheem.finetune.epochs
+    epochs = num_epochs(PRESETS[preset])
     if isinstance(make_preset(method, preset), CheemConfig) or method == "frozen_linear":
         return {}
     if method == "full_finetune":

@@ -41,8 +41,10 @@ class Compare(Study):
     """Compare methods on one stream."""
 
     methods: str = "all"
-    """Names of methods, separated by commas, or all. `cheem:closed_form` is CHEEM with the search
-    of `quick_plus`, and `cheem:uniform` adds uniform sampling. `lora_cl:new` trains a full copy of
+    """Names of methods, separated by commas, or all. `cheem:elimination` is CHEEM with the search
+    and the epochs of `quick_plus`; `cheem:uniform` has the paper's search with uniform sampling.
+    Both have the learning rate chosen for CHEEM. `lora_cl:warm` is LoRA-CL with a learning rate
+    that rises at the start, like that of `cheem:elimination`. `lora_cl:new` trains a full copy of
     the pretrained layer in every block per task, and `lora_cl:rank128` and `lora_cl:rank192` are
     LoRA-CL with these ranks. All other settings are those of the preset."""
     router: str = "vit_nano"
@@ -103,28 +105,37 @@ def variants_of(settings: Compare) -> list[Variant]:
     return variants
 
 
-CLOSED_FORM = Variant(
-    "cheem-closed_form",
-    f"{METHODS['cheem']}, closed-form score",
-    "cheem",
-    {
-        "supernet.epochs": QUICK_PLUS.supernet.epochs,
-        "finetune.epochs": QUICK_PLUS.finetune.epochs,
-        **{name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images")},
-    },
-)
 OTHERS = {
-    "cheem:closed_form": CLOSED_FORM,
+    "cheem:elimination": Variant(
+        "cheem-elimination",
+        f"{METHODS['cheem']}, elimination",
+        "cheem",
+        {
+            "finetune": QUICK_PLUS.finetune,
+            "ops.rank": QUICK_PLUS.ops.rank,
+            "ops.truncated_rank": QUICK_PLUS.ops.truncated_rank,
+            "sampling": QUICK_PLUS.sampling,
+            "fallback": QUICK_PLUS.fallback,
+        },
+        settings_of="cheem",
+    ),
     "cheem:uniform": Variant(
         "cheem-uniform",
-        f"{METHODS['cheem']}, uniform, closed-form score",
+        f"{METHODS['cheem']}, uniform",
         "cheem",
-        {**CLOSED_FORM.config, "sampling": "uniform"},
-        settings_of=CLOSED_FORM.name,
+        {"sampling": "uniform"},
+        settings_of="cheem",
     ),
     # without low-rank pairs, the rank has no effect; it is given, so that it is not chosen
     "lora_cl:new": Variant(
         "lora_cl-new", "New in every block", "lora_cl", {"op": "new", "rank": 1}
+    ),
+    "lora_cl:warm": Variant(
+        "lora_cl-warm",
+        f"{METHODS['lora_cl']}, rising rate",
+        "lora_cl",
+        {"fit.schedule": "warm_cosine"},
+        settings_of="lora_cl",
     ),
     **{
         f"lora_cl:rank{rank}": Variant(

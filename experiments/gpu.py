@@ -55,8 +55,8 @@ loss."""
 FIRST = (
     "frozen_linear",
     "lora_cl",
-    "cheem:closed_form",
     "cheem",
+    "cheem:elimination",
     "full_finetune",
     "s_prompts",
 )
@@ -72,15 +72,20 @@ ONCE = (
     "ewc",
     "moe_adapters",
 )
-LIKE = "cheem:closed_form"
-"""Method whose chosen settings are also used for uniform sampling and the reversed order."""
+SEARCH = "cheem:elimination"
+"""The search of the preset `quick_plus`."""
 QUEUE = (
     *((method, "quick", 0, "") for method in FIRST),
-    *((method, "quick", seed, "") for seed in (1, 2) for method in (LIKE, "lora_cl", "cheem")),
+    ("lora_cl:warm", "quick", 0, ""),
+    *(
+        (method, "quick", seed, "")
+        for seed in (1, 2)
+        for method in (SEARCH, "lora_cl:warm", "lora_cl", "cheem")
+    ),
     ("full_finetune", "quick", 1, ""),
     *((method, "quick", 0, "") for method in ONCE),
     ("cheem:uniform", "quick", 0, ""),
-    (LIKE, "quick", 0, "reversed"),
+    (SEARCH, "quick", 0, "reversed"),
     ("cheem", "paper", 0, ""),
 )
 """Method, preset, seed and order of each run, the most important run first."""
@@ -199,7 +204,8 @@ def commands(settings: Gpu, names: Sequence[str]) -> Iterator[Part]:
         return
     tasks = "shapes,colours" if small else None
     for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
-        like = LIKE if order or method == "cheem:uniform" else method
+        # variants have the settings that were chosen for their method
+        like = method.partition(":")[0]
         choice = place_of(out, like, preset)
         chosen = settings.choose
         is_choosing = chosen is not None and not chosen.endswith(".json")

@@ -49,13 +49,13 @@ def settings(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("preset", ["demo", "quick"])
+@pytest.mark.parametrize("preset", ["demo", "quick", "quick_plus"])
 def test_every_choice_is_among_settings_of_the_method(method, preset):
     usual = make_preset(method, preset)
     config = study.changed(usual, choosing.budget(method, preset))
     if method != "frozen_linear" and not isinstance(usual, CheemConfig):
         epochs = config.epochs if method == "full_finetune" else config.fit.epochs
-        assert epochs == PRESETS[preset].supernet.epochs + PRESETS[preset].finetune.epochs
+        assert epochs == {"demo": 36, "quick": 16, "quick_plus": 16}[preset]
     for setting, values in choosing.grids_of(method).items():
         results = [
             study.changed(config, choosing.change(method, setting, value)) for value in values
@@ -150,16 +150,19 @@ def test_an_earlier_choice_results_in_the_chosen_settings(tmp_path):
     }
 
 
-def test_uniform_sampling_has_the_settings_chosen_for_the_compared_search(tmp_path):
+def test_other_searches_have_the_settings_chosen_for_the_papers_search(tmp_path):
     file = tmp_path / "chosen.json"
     rows = [("rate", 1e-2), ("ops.rank", 64)]
-    file.write_text(
-        json.dumps([{"method": "cheem-closed_form", "setting": s, "chosen": c} for s, c in rows])
-    )
-    variants = compare.variants_of(compare.Compare(methods="cheem:closed_form,cheem:uniform"))
-    usual, uniform = choosing.chosen_before(file, variants, "quick")
+    file.write_text(json.dumps([{"method": "cheem", "setting": s, "chosen": c} for s, c in rows]))
+    variants = compare.variants_of(compare.Compare(methods="cheem,cheem:uniform,cheem:elimination"))
+    usual, elimination, uniform = choosing.chosen_before(file, variants, "quick")
     assert usual.config["ops.rank"] == 64 and usual.config["supernet.learning_rate"] == 1e-2
     assert uniform.config == {**usual.config, "sampling": "uniform"} and uniform.name != usual.name
+    config = study.changed(make_preset("cheem", "quick"), elimination.config)
+    plus = PRESETS["quick_plus"]
+    rate = dataclasses.replace(plus.finetune, learning_rate=1e-2)
+    search = {name: getattr(plus, name) for name in ("ops", "sampling", "fallback")}
+    assert config == dataclasses.replace(config, finetune=rate, **search)
 
 
 def test_references_of_the_search_keep_their_rank_and_op_when_rates_are_chosen(tmp_path):
@@ -256,7 +259,7 @@ def test_wrong_names_and_seeds_are_refused_before_any_run(settings, capsys):
         ({"backbone": "vit_huge_27"}, "vit_huge_27"),
         (
             {"methods": "cheem:uniform", "choose": "warm"},
-            "cheem-uniform has the settings of cheem-closed_form; choose",
+            "cheem-uniform has the settings of cheem; choose",
         ),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -85,10 +85,9 @@ def test_runs_with_the_same_choice_of_settings_run_one_after_another(tmp_path, m
         part.name: part.choice
         for part in gpu.commands(gpu.Gpu(choose="shapes", only="runs"), ["runs"])
     }
-    like = [name for name, choice in choices.items() if choice.endswith("cheem-closed_form-quick")]
-    assert {"cheem:closed_form, quick, seed 1", "cheem:uniform, quick, seed 0"} < set(like) and len(
-        like
-    ) == 5
+    like = [name for name, choice in choices.items() if choice.endswith("/cheem-quick")]
+    assert {"cheem:elimination, quick, seed 1", "cheem:uniform, quick, seed 0"} < set(like)
+    assert len(like) == 8
 
 
 def test_an_earlier_choice_is_used_by_every_run():
@@ -130,9 +129,9 @@ def test_the_most_important_runs_are_first_in_the_queue():
 def test_uniform_sampling_and_the_reversed_order_use_the_settings_chosen_for_their_search(
     monkeypatch,
 ):
-    ablations = (("cheem:uniform", "quick", 0, ""), (gpu.LIKE, "quick", 0, "reversed"))
+    ablations = (("cheem:uniform", "quick", 0, ""), (gpu.SEARCH, "quick", 0, "reversed"))
     assert set(ablations) < set(gpu.QUEUE)
-    monkeypatch.setattr(gpu, "QUEUE", ((gpu.LIKE, "quick", 0, ""), *ablations))
+    monkeypatch.setattr(gpu, "QUEUE", (("cheem", "quick", 0, ""), *ablations))
     usual, uniform, reversed_run = (
         dict(zip(words[1::2], words[2::2], strict=True))
         for _, words, _ in gpu.commands(gpu.Gpu(stream="demo", choose="shapes,colours"), ["runs"])

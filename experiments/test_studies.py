@@ -85,14 +85,19 @@ def test_each_ablation_changes_one_setting_and_all_share_the_unchanged_cheem():
                 "epsilon": {"exploration", "search"},
                 "tolerance": {"search"},
                 "ops": {"remove"},
+                "plus": {"router"},
             }
-            expected["plus"] = {"router", "search"}
             is_usual = variant.name in ("cheem", "s_prompts", "lora_cl")
             assert (
                 changed <= expected.get(name, {name}) and bool(changed or variant.run) != is_usual
             ), variant
     folders = [variant.name for study_of in studies.values() for variant in study_of]
     assert len(set(folders)) == len(folders) - len(studies) + 1
+
+
+def test_a_preset_without_a_supernet_has_no_ablations():
+    with pytest.raises(ValueError, match="--preset quick_plus has no supernet"):
+        ablations.studies_of(settings_of("--preset", "quick_plus"))
 
 
 def test_a_variant_is_a_run_of_mtil_with_a_separate_folder():

@@ -111,7 +111,6 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from cheem_jax.cheem.closed_form import closed_form_score
     from cheem_jax.cheem.hee import uniform_table
     from cheem_jax.cheem.supernet import OpSettings, Supernet
     from cheem_jax.cheem.training import (
@@ -119,10 +118,11 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
         SupernetFit,
         constant_draws,
         fit,
+        head_losses,
         supernet_draws,
         supernet_score,
     )
-    from cheem_jax.core.pool import dense_expert, dense_experts, pool_sizes
+    from cheem_jax.core.pool import Head, dense_expert, dense_experts, pool_sizes
     from cheem_jax.engine.choice import EngineConfig, make_executor
     from cheem_jax.engine.executor import Dense
     from cheem_jax.engine.feed import Budget, cache_tokens, feed_images
@@ -174,15 +174,9 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(
         genomes
     )
-    closed_form = closed_form_score(
-        executor,
-        network,
-        state,
-        train=feed,
-        train_labels=labels,
-        val=plain,
-        val_labels=labels,
-        batch_size=BATCH,
+    head = Head(state.head.params.weight[:, :3], state.head.params.bias[:3])
+    untrained = head_losses(
+        executor, network, state, head, feed, labels, batch_size=BATCH, advance=quiet
     )(genomes)
     base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
@@ -193,7 +187,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
         "drawn": samples.tolist(),
         "losses": losses,
         "score": score.tolist(),
-        "closed_form": closed_form.tolist(),
+        "losses_of_candidates": untrained.values.tolist(),
         "answers": chosen.tolist(),
         "means": means.means.tolist(),
         "features": means.features.tolist(),

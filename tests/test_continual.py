@@ -259,7 +259,6 @@ def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(tmp_path):
     [
         ("whole", {}),
         ("scan", {"sampling": "anchored"}),
-        ("stages", {"score": "closed_form", "score_images": 24}),
         ("stages", {"augment": True}),
     ],
 )

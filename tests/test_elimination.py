@@ -66,6 +66,13 @@ def test_the_given_number_of_blocks_is_skipped(num_skipped):
     assert count_scored(4, num_skipped) == len(landscape.scored)
 
 
+def test_blocks_before_the_first_one_are_never_skipped():
+    landscape = Landscape([-0.3, 0.1, 0.4, 0.2])
+    genome, _ = run(landscape, first=1)
+    assert genome.tolist() == [ADAPT, SKIP, ADAPT, SKIP]
+    assert count_scored(3, 2) == len(landscape.scored)
+
+
 def test_an_elimination_resumes_from_every_call_of_the_score():
     added = [0.1, -0.2, 0.05, 0.3]
     steps = []

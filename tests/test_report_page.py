@@ -661,6 +661,15 @@ def test_backward_elimination_has_no_band_of_accuracies(run):
     assert all(not spec["layout"]["shapes"] for spec in chart.variants.values())
 
 
+def test_a_search_of_an_earlier_version_has_a_chart(run):
+    [result], _ = read([run])
+    recorded = read_record(result)
+    for report in recorded.reports:
+        report["search"]["score"] = "closed_form"
+    (chart, *_) = search_chart(recorded, 0.02).variants.values()
+    assert "ridge head" in str(chart)
+
+
 def test_durations_have_two_units():
     assert [duration(s) for s in (2.345, 59.4, 127.4, 3600, 7260)] == [
         "2.3 s",

@@ -22,7 +22,7 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.baselines.baseline import at_least_one
-from cheem_jax.cheem.config import QUICK_PLUS, OpSettings
+from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, router_arrays
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import constant_draws, fit
@@ -49,7 +49,7 @@ class LoraClConfig:
     """Layer that is adapted in every block."""
     op: Literal["adapt", "new"] = "adapt"
     """Op of every block: `adapt` trains a low-rank pair; `new` trains a full copy of the pretrained
-    layer, with the settings of New in CHEEM's preset `quick_plus`."""
+    layer, with 0.3 of the learning rate."""
     rank: int = 40
     """Rank of the pairs; for ViT-B, the paper's FLOPs correspond to a rank of 42 to 47."""
     truncated_rank: int | None = None
@@ -60,14 +60,12 @@ class LoraClConfig:
 
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "rank")
-        OpSettings(self.rank, self.truncated_rank)  # raises an error if the ranks do not fit
+        OpSettings(self.rank, self.truncated_rank)  # raises an error for an invalid rank
 
     @property
     def ops(self) -> OpSettings:
         """Settings of the ops."""
-        return dataclasses.replace(
-            QUICK_PLUS.ops, rank=self.rank, truncated_rank=self.truncated_rank
-        )
+        return OpSettings(self.rank, self.truncated_rank, new_init="copy", new_rate=0.3)
 
 
 class LoraCl(ExpertMemory):

@@ -41,6 +41,7 @@ def eliminate(
     skips: Int[np.ndarray, "L"],
     num_skipped: int,
     *,
+    first: int = 0,
     on_scored: Callable[[Eliminated], object] = lambda eliminated: None,
     earlier: Eliminated | None = None,
 ) -> tuple[Int[np.ndarray, "L"], Eliminated]:
@@ -57,7 +58,8 @@ def eliminate(
         score: maps genomes `[P, L]` to losses on N images; all calls use the same images.
         anchor: genome to start from.
         skips: candidate index of Skip in each block.
-        num_skipped: number of blocks to skip, at most L.
+        num_skipped: number of blocks to skip, at most L - `first`.
+        first: index of the first block that can be skipped.
         on_scored: is called with the progress after each call of `score`.
         earlier: progress of an interrupted elimination to resume; the result is the same as without
             the interruption.
@@ -91,7 +93,7 @@ def eliminate(
         options = [
             (*current[:block], int(skip), *current[block + 1 :])
             for block, skip in enumerate(skips)
-            if current[block] != skip
+            if block >= first and current[block] != skip
         ]
         means = losses(options)
         if not np.isfinite(means).any():
@@ -103,5 +105,5 @@ def eliminate(
 
 def count_scored(num_blocks: int, num_skipped: int) -> int:
     """Count the networks that `eliminate` scores: the anchor, and in each round one per block that
-    is not yet skipped."""
+    is not yet skipped. `num_blocks` is the number of blocks that can be skipped."""
     return 1 + sum(num_blocks - rounds for rounds in range(num_skipped))

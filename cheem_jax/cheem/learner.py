@@ -3,7 +3,7 @@ by hierarchical exploration and exploitation (paper section 'Our Proposed CHEEM'
 
 Each task is learned in these phases: compute the similarity of the task to all earlier tasks, train
 the supernet, search for the target network, train the target network stand-alone, add its experts
-to the pool, and fit the router to the task.
+to the pool, and fit the router to the task. Backward elimination searches without a supernet.
 """
 
 import dataclasses
@@ -12,21 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import network_flops
-from cheem_jax.cheem.closed_form import (
-    HeadComparison,
-    closed_form_score,
-    compare_heads,
-    frozen_features,
-    ridge_head,
-)
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.elimination import Eliminated, LossFunction, count_scored, eliminate
 from cheem_jax.cheem.evolution import Score, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
+from cheem_jax.cheem.frozen_head import HeadComparison, compare_heads, frozen_features, ridge_head
 from cheem_jax.cheem.hee import (
     cosines,
     exploit_table,
@@ -62,11 +57,11 @@ from cheem_jax.core.pool import (
     grow,
     pool_sizes,
 )
-from cheem_jax.core.settings import Advance, FitConfig
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
-from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, cache_tokens, feed_images
+from cheem_jax.engine.feed import Budget, Feed, HostImages, cache_tokens, feed_images
 from cheem_jax.engine.passes import TokenMeans, network_features, no_progress, token_means
 from cheem_jax.run.method import FrozenFeatures, base_network
 from cheem_jax.run.rolling import Saved
@@ -251,38 +246,9 @@ class Cheem(ExpertMemory):
     def search(
         self, learning: Learning, tables: SamplingTables, trained: SupernetFit
     ) -> Int[np.ndarray, "L"]:
-        """Search for the target network and return its candidate index in each block. All scored
-        architectures are stored in `learning.underway`."""
-        config = self.config.search
-        underway = learning.underway
-        if self.config.sampling == "uniform":
-            config = dataclasses.replace(config, epsilon=1.0)
-        rows = scored_rows(self.config, self.keys, learning)
-        num = len(rows) + len(learning.task.val.labels)
-        done = 0 if underway.searched is None else underway.searched.generations
-        total = config.population * num * (config.generations - done)
-        with learning.session.phase("search", total, underway.saved) as advance:
-
-            def keep(searched: Searched) -> None:
-                underway.searched = searched
-                best = 100 * np.nanmax(searched.scored.correct) / num
-                tried = len(searched.scored.genomes)
-                advance(
-                    0, f"generation {searched.generations}: {tried} networks, best {best:.1f} %"
-                )
-
-            codes, _ = search(
-                self.keys.at(learning.index, Phase.SEARCH),
-                candidate_score(self.executor, learning, trained, rows, self.config, advance),
-                architecture_flops(self.executor, trained.supernet),
-                exploit=tables.exploit,
-                uniform=tables.uniform,
-                num_images=num,
-                config=config,
-                on_generation=keep,
-                earlier=underway.searched,
-            )
-        return codes
+        """Search for the target network by evolution (see `search_supernet`)."""
+        key = self.keys.at(learning.index, Phase.SEARCH)
+        return search_supernet(self.executor, learning, trained, tables, key, self.config)
 
     def eliminate(self, learning: Learning, tables: SamplingTables) -> Int[np.ndarray, "L"]:
         """Search for the target network by backward elimination (see `search_backward`)."""
@@ -397,40 +363,52 @@ class Cheem(ExpertMemory):
         return AugmentedImages(self.executor, learning.task.train.images, seed)
 
 
-def scored_rows(config: CheemConfig, keys: Keys, learning: Learning) -> Int[np.ndarray, "N"]:
-    """Sample the training images on which the search scores candidates. Return the sorted indices
-    of these images."""
-    rng = np.random.default_rng(keys.seed_at(learning.index, Phase.SCORE))
-    shuffled = rng.permutation(len(learning.task.train.labels))
-    return np.sort(shuffled[: num_scored(config, learning.task)])
-
-
-def candidate_score(
+def search_supernet(
     executor: Executor,
     learning: Learning,
     trained: SupernetFit,
-    rows: Int[np.ndarray, "N"],
+    tables: SamplingTables,
+    key: jax.Array,
     config: CheemConfig,
-    advance: Advance,
-) -> Score:
-    """Make the score function of the evolutionary search. `rows` are the indices of the training
-    images that closed-form heads are fitted to."""
-    task = learning.task
-    common = {"batch_size": config.batch_size, "advance": advance}
-    if config.score == "shared_head":
-        return supernet_score(
-            executor, trained.supernet, trained.state, learning.val, task.val.labels, **common
+) -> Int[np.ndarray, "L"]:
+    """Search for the target network by evolution, with the supernet's scores, and return its
+    candidate indices. All scored architectures are stored in `learning.underway`."""
+    underway = learning.underway
+    labels = learning.task.val.labels
+    num = len(labels)
+    settings = config.search
+    if config.sampling == "uniform":
+        settings = dataclasses.replace(settings, epsilon=1.0)
+    done = 0 if underway.searched is None else underway.searched.generations
+    total = settings.population * num * (settings.generations - done)
+    with learning.session.phase("search", total, underway.saved) as advance:
+
+        def keep(searched: Searched) -> None:
+            underway.searched = searched
+            best = 100 * np.nanmax(searched.scored.correct) / num
+            tried = len(searched.scored.genomes)
+            advance(0, f"generation {searched.generations}: {tried} networks, best {best:.1f} %")
+
+        codes, _ = search(
+            key,
+            supernet_score(
+                executor,
+                trained.supernet,
+                trained.state,
+                learning.val,
+                labels,
+                batch_size=config.batch_size,
+                advance=advance,
+            ),
+            architecture_flops(executor, trained.supernet),
+            exploit=tables.exploit,
+            uniform=tables.uniform,
+            num_images=num,
+            config=settings,
+            on_generation=keep,
+            earlier=underway.searched,
         )
-    return closed_form_score(
-        executor,
-        trained.supernet,
-        trained.state,
-        train=Subset(learning.train, rows),
-        train_labels=task.train.labels[rows],
-        val=learning.val,
-        val_labels=task.val.labels,
-        **common,
-    )
+    return codes
 
 
 def search_backward(
@@ -443,8 +421,12 @@ def search_backward(
     """Search for the target network by backward elimination, and return its candidate indices.
 
     The networks are scored before training: with the initial pairs, which change nothing, and a
-    ridge head for the features of the network that adapts every block. `exploit` is the sampling
-    table of exploitation. All scored architectures are stored in `learning.underway`.
+    ridge head for the features of the network that adapts every block. Only blocks of the second
+    half can be skipped. Before training, an early block can seem as dispensable as a late one, but
+    the network learns less without it (docs/search.md).
+
+    `exploit` is the sampling table of exploitation. All scored architectures are stored in
+    `learning.underway`.
     """
     underway = learning.underway
     task = learning.task
@@ -491,6 +473,7 @@ def search_backward(
             anchor,
             skips,
             num_skipped(executor, config),
+            first=executor.num_blocks // 2,
             on_scored=keep,
             earlier=underway.eliminated,
         )
@@ -499,8 +482,8 @@ def search_backward(
 
 def num_skipped(executor: Executor, config: CheemConfig) -> int:
     """Count the blocks that backward elimination has to skip until the FLOPs are within
-    `config.search.max_flops`. The number does not depend on the blocks, because every block has
-    the same FLOPs."""
+    `config.search.max_flops`, at most the second half of all blocks. The number does not depend on
+    the blocks, because every block has the same FLOPs."""
     num = executor.num_blocks
     flops = [
         network_flops(
@@ -511,12 +494,14 @@ def num_skipped(executor: Executor, config: CheemConfig) -> int:
         )
         for skipped in range(num)
     ]
-    return sum(one > config.search.max_flops * flops[0] for one in flops)
+    skipped = sum(one > config.search.max_flops * flops[0] for one in flops)
+    return min(skipped, num - num // 2)
 
 
 def networks_left(executor: Executor, config: CheemConfig, underway: Underway) -> int:
     """Count the networks that backward elimination has not scored yet."""
-    networks = count_scored(executor.num_blocks, num_skipped(executor, config))
+    num = executor.num_blocks
+    networks = count_scored(num - num // 2, num_skipped(executor, config))
     eliminated = underway.eliminated
     return networks - (0 if eliminated is None else len(eliminated.genomes))
 
@@ -621,13 +606,6 @@ def sampling_tables(
     )
 
 
-def num_scored(config: CheemConfig, task: Task) -> int:
-    """Count the training images on which the search scores candidates. The count is 0 if candidates
-    are scored with the supernet's head, because that score uses only validation images."""
-    num = len(task.train.labels)
-    return 0 if config.score == "shared_head" else min(config.score_images or num, num)
-
-
 def phase_report(
     learning: Learning,
     similarity: Float[np.ndarray, "E L"],
@@ -660,7 +638,7 @@ def search_report(
     else:
         assert searched is not None, "the search has ended"
         genomes, correct, flops = searched.scored
-    num_images = num_scored(config, learning.task) + len(learning.task.val.labels)
+    num_images = len(learning.task.val.labels)
     chosen = int(np.flatnonzero((genomes == codes).all(axis=1))[0])
     search = {
         "correct": correct.tolist(),
@@ -674,10 +652,7 @@ def search_report(
         search["population"] = len(genomes)
         search["losses"] = eliminated.losses.mean(axis=1).round(6).tolist()
         search["score"] = "untrained"
-    elif config.score != "shared_head":
-        search["score"] = config.score
-    if "score" in search:  # not a validation accuracy of the trained network
-        name = "score"
+        name = "score"  # not a validation accuracy of the trained network
     return {
         "searched": len(genomes),
         "search": search,
@@ -707,6 +682,13 @@ def compare_with_frozen(
         num = len(task.val.labels)
         (learned,) = network_features(executor, [network], learning.val, num, batch_size=batch_size)
         return compare_heads(learned, head, task, train, val)
+
+
+def fits_of(config: CheemConfig) -> dict[str, FitConfig]:
+    """Return the settings of the phases that train, keyed by phase. Without a supernet, only
+    fine-tuning trains."""
+    fits = {} if config.sampling == "anchored" else {"supernet": config.supernet}
+    return {**fits, "finetune": config.finetune}
 
 
 def expected_seconds(
@@ -741,7 +723,7 @@ def expected_seconds(
 
     underway = Underway.resume(saved)
     is_anchored = config.sampling == "anchored"
-    fits = {"finetune": config.finetune} | ({} if is_anchored else {"supernet": config.supernet})
+    fits = fits_of(config)
     trained = sum(
         images_left(underway.fits.get(name, FitState()), fit, num, config.batch_size)
         for name, fit in fits.items()
@@ -753,7 +735,7 @@ def expected_seconds(
         if underway.searched is not None:
             generations -= underway.searched.generations
         networks = config.search.population * generations
-    passes = 3 * trained + networks * (len(task.val.labels) + num_scored(config, task))
+    passes = 3 * trained + networks * len(task.val.labels)
     seconds = passes * _fastest(one_pass, 4) / len(rows)
     if config.augment:
         seconds += trained * _fastest(augment, 3) / executor.rows(config.batch_size)

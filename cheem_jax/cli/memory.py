@@ -132,8 +132,7 @@ class Learn(OfData, OfMemory):
     """For a new memory: `auto` is the default and uses `quick` with up to 64 epochs for tasks with
     fewer than 1,000 images; `quick` is sized for a CPU; `paper` uses the paper's settings, and ours
     if the paper states none; `demo` is for a few hundred small images; `quick_plus` and
-    `cheem_plus` are `quick` and `paper` with another router, and `quick_plus` also with another
-    search."""
+    `cheem_plus` are `quick` and `paper` with another search and another router."""
     augment: bool = False
     """For a new memory: crop, flip and change training images randomly in every epoch. Unsuitable
     for images whose mirror image has another meaning, such as text or digits."""

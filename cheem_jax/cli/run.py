@@ -83,7 +83,7 @@ class RunSettings(Common):
     preset: Preset = "paper"
     """`paper` uses the paper's settings, and ours if the paper states none; `quick` has every part
     of CHEEM, sized for a CPU; `demo` is for a few hundred images; `cheem_plus` and `quick_plus` are
-    `paper` and `quick` with another router, and `quick_plus` also with another search."""
+    `paper` and `quick` with another search and another router."""
     augment: bool = False
     """Short for --cheem.augment: crop, flip and change training images randomly in every epoch."""
     method: MethodName = "cheem"

@@ -33,7 +33,7 @@ class Phase(enum.IntEnum):
     METHOD_TUNING = 14
     ALIGNMENT = 15
     ALIGNMENT_ORDER = 16
-    SCORE = 17
+    SCORE = 17  # unused
     SUPERNET_AUGMENTATION = 18
     FINETUNE_AUGMENTATION = 19
 

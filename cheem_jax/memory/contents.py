@@ -110,6 +110,10 @@ def parse_config(values: Mapping[str, Any], directory: Path) -> MemoryConfig:
     return parse_settings(MemoryConfig, settings, directory / NAME)
 
 
+REMOVED = {"score": "shared_head", "score_images": 0}
+"""Settings that an earlier version wrote, with the values that mean the same as their absence."""
+
+
 def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
     """Convert JSON values to a settings dataclass, and nested values to its nested dataclasses.
 
@@ -117,6 +121,7 @@ def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
     """
     hints = typing.get_type_hints(kind)
     way_out = "if it was edited or written by another version, learn the tasks again"
+    values = {key: value for key, value in values.items() if REMOVED.get(key, ...) != value}
     if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(kind)}):
         raise ValueError(f"{file} contains unknown settings {unknown}; {way_out}")
     settings = {}

@@ -17,7 +17,7 @@ from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.heads import grow_head
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.expert_memory import task_network
-from cheem_jax.cheem.learner import Cheem, Learning, expected_seconds
+from cheem_jax.cheem.learner import Cheem, Learning, expected_seconds, fits_of
 from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, Phase
@@ -134,7 +134,7 @@ def learn(
         **{f"num_{name}": len(split.labels) for name, split in task.splits.items()},
         **({"skipped_images": list(task.skipped)} if task.skipped else {}),
         **report,
-        "epochs": {"supernet": config.supernet.epochs, "finetune": config.finetune.epochs},
+        "epochs": {name: fit.epochs for name, fit in fits_of(config).items()},
         "learning_rate": config.finetune.learning_rate,
         "augment": config.augment,
     }

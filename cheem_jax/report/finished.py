@@ -33,6 +33,8 @@ MEMORY = "a memory, not a run of an experiment"
 MOST_RANK = 64
 """Largest rank of LoRA-CL in the presets and in experiments that select the rank by validation
 accuracy. Runs with larger ranks are references, so tables display their rank."""
+TRUNCATED_RANK = 32
+"""Rank to which the preset `quick_plus` truncates pairs. Tables display other ranks."""
 
 
 class RunRecord(NamedTuple):
@@ -233,10 +235,14 @@ def describe_variant(run: RunRecord) -> str:
         parts += _unusual(settings)
     parts += ["from the nearest task"] if settings.get("begin") == "nearest" else []
     parts += ["new in every block"] if settings.get("op") == "new" else []
+    schedule = settings.get("fit", {}).get("schedule")
+    parts += ["rising rate"] if schedule == "warm_cosine" else []
     rank = settings.get("rank", 0)
     parts += [f"rank {rank}"] if rank > MOST_RANK else []
     truncated = settings.get("ops", settings).get("truncated_rank")
-    parts += [] if truncated is None else [f"truncated to rank {truncated}"]
+    usual = TRUNCATED_RANK if settings.get("sampling") == "anchored" else None
+    if truncated != usual:
+        parts.append("not truncated" if truncated is None else f"truncated to rank {truncated}")
     router = settings.get("router", {})
     kind = router.get("kind", "kmeans"), router.get("features", "last")
     parts += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
@@ -248,7 +254,9 @@ def describe_variant(run: RunRecord) -> str:
 def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     """List the settings of CHEEM that an ablation changes, if their values differ from the
     paper's."""
-    parts = [cheem["sampling"]] if cheem.get("sampling", "hee") != "hee" else []
+    sampling = cheem.get("sampling", "hee")
+    sampling = "elimination" if sampling == "anchored" else str(sampling)
+    parts = [sampling] if sampling != "hee" else []
     parts += [f"without {kind}" for kind in cheem.get("remove", ())]
     parts += ["inherited weights"] if cheem.get("weights", "initial") != "initial" else []
     parts += ["neutral base means"] if cheem.get("base_means", "known") != "known" else []
@@ -256,9 +264,10 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     epsilons = exploration.get("epsilon", 0.3), search.get("epsilon", 0.5)
     if epsilons != (0.3, 0.5):
         parts.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
+    # runs of a version whose search scored candidates in closed form, usually with tolerance 0
     is_closed_form = cheem.get("score") == "closed_form"
     parts += ["closed-form score"] if is_closed_form else []
-    usual = 0.0 if is_closed_form else 0.02  # the tolerance of the presets with this score
+    usual = 0.0 if is_closed_form else 0.02
     if (tolerance := search.get("tolerance", usual)) != usual:
         parts.append(f"tau {tolerance:g}")
     return parts

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from cheem_jax.backbone.timm_names import to_timm_name
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.l2p import L2pConfig
-from cheem_jax.cheem.closed_form import PENALTIES
 from cheem_jax.core.architecture import Architecture, Choice
 
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -296,41 +295,6 @@ class TaskPeer(CheemPeer):
             self.count_correct(architectures, images[cut], labels[cut], num_classes) for cut in cuts
         ]
         return np.sum(counts, axis=0)
-
-    @torch.inference_mode()
-    def ridge_right(
-        self,
-        architecture: Architecture,
-        images: np.ndarray,
-        labels: np.ndarray,
-        num_fitted: int,
-        num_classes: int,
-    ) -> int:
-        """Count the correct predictions of the best ridge head: leave-one-out predictions of the
-        first `num_fitted` images, and ordinary predictions of the other images.
-
-        Source: as `cheem_jax.cheem.closed_form.fit_head`.
-        """
-        x = torch.from_numpy(self.walk(architecture, images).features)
-        device_labels = torch.from_numpy(labels).long()
-        fitted = torch.arange(len(x)) < num_fitted
-        x = (x - x[fitted].mean(dim=0)) / x[fitted].std(dim=0, correction=0).clamp_min(1e-6)
-        y = F.one_hot(device_labels, num_classes).float()
-        share = y[fitted].mean(dim=0)
-        eigenvalues, vectors = torch.linalg.eigh(x[fitted].T @ x[fitted])
-        z = x @ vectors
-        moments = z[fitted].T @ (y[fitted] - share)
-        counts = []
-        for penalty in PENALTIES:
-            shrunk = eigenvalues.clamp_min(0) + penalty * num_fitted
-            logits = z @ (moments / shrunk[:, None]) + share
-            leverage = 1 / num_fitted + (z * z / shrunk).sum(dim=1)
-            leave_one_out = y - (y - logits) / (1 - leverage).clamp_min(1e-6)[:, None]
-            is_right = (
-                torch.where(fitted[:, None], leave_one_out, logits).argmax(dim=1) == device_labels
-            )
-            counts.append((int(is_right[fitted].sum()), penalty, int(is_right.sum())))
-        return max(counts)[2]
 
     def _component(self, block: Block, z: Tensor, index: int, choice: Choice) -> Tensor:
         u = block.mlp.act(block.mlp.fc1(block.norm2(z)))

@@ -5,9 +5,9 @@ timm.
 
 Our side learns a task as the first task of a memory and records its samples: one architecture per
 step, the candidates of every generation, and the target network. The peer then does the same work
-with these samples: similarity, supernet, search, fine-tuning, mean tokens and router. Budgets are a
-quarter of those of the presets, which preserves the shares of the phases. Images are read from the
-folder CHEEM_SHARED.
+with these samples: similarity, supernet, search, fine-tuning, mean tokens and router. Epochs, and
+the candidates of the paper's search, are a quarter of those of the presets. Images are read from
+the folder CHEEM_SHARED.
 """
 
 import dataclasses
@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cheem.closed_form import fit_head
 from cheem_jax.cheem.config import QUICK, QUICK_PLUS, CheemConfig
-from cheem_jax.cheem.learner import Cheem, Learning, scored_rows
+from cheem_jax.cheem.learner import Cheem, Learning
 from cheem_jax.cheem.training import supernet_draws
 from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
@@ -62,7 +61,11 @@ def fewer(config: CheemConfig, supernet: int, finetune: int, **search: int) -> C
 
 BUDGETS = {
     "the paper's search": (fewer(QUICK, 2, 2, generations=2), 2.0),
-    "the search of quick_plus": (fewer(QUICK_PLUS, 1, 3, population=8, num_parents=4), 3.0),
+    # the peer has no frozen head to compare with
+    "the search of quick_plus": (
+        dataclasses.replace(fewer(QUICK_PLUS, 1, 4), fallback=False),
+        3.0,
+    ),
 }
 """Settings and the required speed relative to PyTorch, keyed by the name of the search."""
 
@@ -74,8 +77,7 @@ class Plan:
     supernet: list[Architecture] = dataclasses.field(default_factory=list)
     """One architecture per step."""
     generations: list[list[Architecture]] = dataclasses.field(default_factory=list)
-    scored: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(0))
-    """Rows of the training images that are used by the score."""
+    """Architectures that are scored together."""
     target: Architecture = ()
     """The target network."""
 
@@ -114,14 +116,28 @@ class RecordingCheem(Cheem):
         codes = super().search(learning, tables, trained)
         searched = learning.underway.searched
         assert searched is not None, "the search has ended"
-        self.plan.scored = scored_rows(self.config, self.keys, learning)
-        genomes = searched.scored.genomes
-        for start in range(0, len(genomes), self.config.search.population):
-            generation = genomes[start : start + self.config.search.population]
-            self.plan.generations.append(
-                [decode(codes, learning.candidates.sizes) for codes in generation]
-            )
+        population = self.config.search.population
+        self._record(learning, searched.scored.genomes, lambda index: index // population)
         return codes
+
+    def eliminate(self, learning: Learning, tables: Any) -> Any:
+        """See `Cheem`."""
+        codes = super().eliminate(learning, tables)
+        eliminated = learning.underway.eliminated
+        assert eliminated is not None, "the elimination has ended"
+        # the networks of a round skip the same number of blocks
+        skips = (eliminated.genomes != eliminated.genomes[0]).sum(axis=1)
+        self._record(learning, eliminated.genomes, lambda index: skips[index])
+        return codes
+
+    def _record(
+        self, learning: Learning, genomes: np.ndarray, generation: Callable[[int], int]
+    ) -> None:
+        sizes = learning.candidates.sizes
+        self.plan.generations = [
+            [decode(genomes[index], sizes) for index in indices]
+            for _, indices in itertools.groupby(range(len(genomes)), generation)
+        ]
 
     def finetune(self, learning: Learning, trained: Any, codes: np.ndarray) -> Any:
         """See `Cheem`."""
@@ -162,19 +178,6 @@ def main(settings: Bench) -> None:
         )
         title = f"learning {task.name}, {len(task.train.labels):,} images, {what}, against {PEER}"
         rows.append(Row(title, {OURS: elapsed, PEER: theirs}, theirs / elapsed, goal, share=share))
-        if config.score == "closed_form":
-            heads = sum(map(len, ours.plan.generations)) * head_seconds(pretrained, ours.plan, task)
-            seconds = {"heads": heads, "search": report["seconds"]["search"]}
-            part = heads / seconds["search"]
-            rows.append(
-                Row(
-                    f"closed-form heads, share of the search, {task.name}",
-                    seconds,
-                    part,
-                    0.15,
-                    "at most",
-                )
-            )
         measure.say(f"tasks: {title}: {theirs / elapsed:.2f} ({elapsed:.1f} and {theirs:.1f} s)")
         # save after each task, because a task takes minutes
         measure.save(
@@ -214,41 +217,18 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
         (block for block, choice in enumerate(plan.target) if choice.kind in ("adapt", "new")),
         vit.depth,
     )
+    anchor = 0 if plan.supernet else num * measure.separate_flops(vit, networks([base]))
     return (
-        num * measure.separate_flops(vit, networks([base]), from_images=True)
-        + num * config.supernet.epochs * float(np.mean(steps))
-        + (len(plan.scored) + num_val)
+        anchor
+        + num * measure.separate_flops(vit, networks([base]), from_images=True)
+        + (num * config.supernet.epochs * float(np.mean(steps)) if steps else 0.0)
+        + num_val
         * sum(measure.tree_flops(vit, networks(generation)) for generation in plan.generations)
         + num
         * config.finetune.epochs
         * measure.step_flops(vit, plan.target, config.ops.rank, begin=begin)
         + num * measure.separate_flops(vit, networks([plan.target]))
     )
-
-
-def head_seconds(pretrained: Pretrained, plan: Plan, task: Task) -> float:
-    """Measure the seconds to fit one candidate's head in closed form, with random features."""
-    num = len(plan.scored) + len(task.val.labels)
-    num_outputs = next_power_of_two(len(task.classes))
-    rows = np.arange(next_power_of_two(num))
-    features = (
-        np.random.default_rng(0)
-        .normal(size=(len(rows), pretrained.config.width))
-        .astype(np.float32)
-    )
-    labels = np.where(rows < num, rows % len(task.classes), -1)
-
-    def fit() -> None:
-        head = fit_head(
-            features,
-            labels,
-            rows < len(plan.scored),
-            np.int32(len(task.classes)),
-            num_outputs=num_outputs,
-        )
-        int(head.left_out)
-
-    return measure.medians(measure.alternate({OURS: fit}, 5))[OURS]
 
 
 def real_tasks() -> Sequence[Task]:
@@ -325,20 +305,15 @@ def replay(
                 subset = rows.rows[: rows.size]
                 peer.step(next(following), images[subset], labels[subset], num_classes)
 
-    timed(
-        "supernet",
-        lambda: steps(peer, plan.supernet, Phase.SUPERNET_ORDER, range(config.supernet.epochs)),
-    )
+    if plan.supernet:
+        epochs = range(config.supernet.epochs)
+        timed("supernet", lambda: steps(peer, plan.supernet, Phase.SUPERNET_ORDER, epochs))
 
     def search() -> None:
+        if not plan.supernet:  # the head of the elimination needs the features of the anchor
+            peer.walk(peer.base, images)
         for generation in plan.generations:
-            if config.score == "shared_head":
-                peer.count_in_batches(generation, val_images, val_labels, num_classes)
-                continue
-            all_images = np.concatenate([images[plan.scored], val_images])
-            expected = np.concatenate([labels[plan.scored], val_labels])
-            for architecture in generation:
-                peer.ridge_right(architecture, all_images, expected, len(plan.scored), num_classes)
+            peer.count_in_batches(generation, val_images, val_labels, num_classes)
 
     timed("search", search)
 

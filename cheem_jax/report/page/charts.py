@@ -42,7 +42,8 @@ SCORES = {
         "accuracy on the validation images before training, with a ridge head",
     ),
 }
-"""Axis title and description of each score of the search."""
+"""Axis title and description of each score of the search. Earlier versions could score candidates
+in closed form."""
 PHASES = {
     "keep": "images through unchanged blocks",
     "prepare": "compiling",

@@ -68,7 +68,13 @@ def is_usual(cells: Cells, cell: Cell) -> bool:
     return cell.order == "default" and cell.variant in ("", run["router"])
 
 
-COMPARED = ("closed-form score", "uniform, closed-form score", "from the nearest task")
+COMPARED = (
+    "elimination",
+    "rising rate",
+    "closed-form score",
+    "uniform, closed-form score",
+    "from the nearest task",
+)
 """Variants that are compared as if they were methods."""
 
 

@@ -97,8 +97,8 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
-    """Make the table of means over runs and of the lead of CHEEM, with the search of `quick_plus`
-    if it was run."""
+    """Make the table of means over runs and of the lead of CHEEM, with the latest search that was
+    run."""
     ours = searches(cells)[-1]
     lines = []
     for row, means in zip(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tables
 
+from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.core.metrics import average_accuracy
 from cheem_jax.data.benchmarks.table import MTIL
 from cheem_jax.report.finished import check_comparable, describe_variant, read
@@ -340,6 +341,15 @@ def test_a_different_router_or_search_is_a_variant_of_any_method(tmp_path):
     write_run(tmp_path / "d", "cheem", cheem={**early, **closed_form})
     [run] = read([tmp_path / "d"])[0]
     assert describe_variant(run) == "closed-form score, tau 0.1, router lda early"
+    for rank, text in (
+        (QUICK_PLUS.ops.truncated_rank, ""),
+        (16, "truncated to rank 16"),
+        (None, "not truncated"),
+    ):
+        elimination = {"sampling": "anchored", "ops": {"truncated_rank": rank}}
+        write_run(tmp_path / f"e{rank}", "cheem", cheem=elimination)
+        [run] = read([tmp_path / f"e{rank}"])[0]
+        assert describe_variant(run) == ", ".join(filter(None, ("elimination", text)))
     write_run(tmp_path / "c/1", "lora_cl", lora_cl={"op": "new", "rank": 1})
     write_run(tmp_path / "c/2", "lora_cl", lora_cl={"op": "adapt", "rank": 192}, seed=1)
     variants = [describe_variant(run) for run in read([tmp_path / "c"])[0]]
