@@ -77,6 +77,10 @@ def test_the_sentences_about_the_search_have_the_numbers_of_its_runs():
     ]
     form = "at rank 32 or 128 is worse: {:.1f} and {:.1f} instead of {:.1f} % on four sets (seed 0)"
     assert form.format(*trained) in text
+    same_seed = [
+        mean("test_accuracy", "lora-64", seed=1, task=task) for task in (*sets, "flowers12")
+    ]
+    assert f"in which rank 64 has {100 * np.mean(same_seed):.1f} %" in text
     cars49 = {"image_size": 224, "task": "cars49"}
     for field in ("val_accuracy", "test_accuracy"):
         lost = mean(field, "last-2/32", **cars49) - mean(field, "backward-90-any/32", **cars49)
