@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cheem_jax.report.table import NONE, Grid, number
+from cheem_jax.report.table import NONE, Grid, number, percent
 from studies.searching.report import COSTS, FIRST, accuracies_by_task, draw, gain, points
 from studies.searching.units import RANKS, Entry
 
@@ -62,6 +62,8 @@ TABLES = {
     ),
 }
 """Compared units, keyed by the table's name on the page."""
+NAMES = {"first": "first task, 96 pixels", "behind": "fourth task, 96", "at_224": "first task, 224"}
+"""Titles of settings, keyed by the table's name."""
 
 
 def read(file: Path) -> list[Entry]:
@@ -106,14 +108,14 @@ def accuracy_grid(units: Sequence[Entry], compared: Compared) -> Grid:
     accuracy = means(selected, "test_accuracy")
     tasks = list(dict.fromkeys(unit["task"] for unit in selected))
     common = [task for task in tasks if all((task, name) in accuracy for name in recipes)]
-    rows = [(task, *(_percent(accuracy.get((task, name))) for name in recipes)) for task in tasks]
+    rows = [(task, *(percent(accuracy.get((task, name))) for name in recipes)) for task in tasks]
     if len(common) < 2:
         return Grid("", ("task", *(TITLES[name] for name in recipes)), tuple(rows), 1)
     rows.append(
         (
             f"mean of {len(common)} sets",
             *(
-                _percent(float(np.mean([accuracy[task, name] for task in common])))
+                percent(float(np.mean([accuracy[task, name] for task in common])))
                 for name in recipes
             ),
         )
@@ -176,10 +178,3 @@ def difference_grid(units: Sequence[Entry]) -> Grid:
                 cells = (points(difference), str(difference["num"])) if difference else (NONE, "0")
                 rows.append((NAMES[name], TITLES[recipe], *cells))
     return Grid("", ("setting", "minus", "points", "sets"), tuple(rows), 2)
-
-
-NAMES = {"first": "first task, 96 pixels", "behind": "fourth task, 96", "at_224": "first task, 224"}
-
-
-def _percent(value: float | None) -> str:
-    return NONE if value is None else f"{100 * value:.1f}"
