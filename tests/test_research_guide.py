@@ -38,7 +38,6 @@ def test_the_code_of_the_page_runs_and_does_the_things_it_says():
     np.testing.assert_allclose(result["prefers_reuse"].sum(axis=1), 1)
     assert (result["prefers_reuse"][:, 0] > result["hee"][:, 0]).all()
 
-    assert result["right"].shape == (3,) and (result["right"] > 0).all()
     learning = [
         block for block, choice in enumerate(result["chosen"]) if choice.kind in ("adapt", "new")
     ]
