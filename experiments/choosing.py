@@ -50,8 +50,9 @@ chosen for every method that has it, because choosing it for one method only wou
 
 
 def grids_of(method: str, fixed: Collection[str] = ()) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each setting in the order of choosing, without the settings in `fixed`,
-    which a variant sets; there are none if the method trains no network."""
+    """Return the candidate values of each setting, in the order in which the settings are chosen.
+    Settings in `fixed` are left out, because a variant sets them. The result is empty if the method
+    trains no network."""
     if method == "frozen_linear":
         return {}
     rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES

@@ -260,8 +260,8 @@ def limited(command: list[str], seconds: float, log: Path | None = None, sharing
 
 
 def check(out: Path) -> None:
-    """Compare every executor with the CPU, and two deterministic trainings with each other; write
-    `smoke.json`."""
+    """Compare the results of every executor with those of the CPU, and two deterministic training
+    runs with each other; write `smoke.json`."""
     same: Case = ("stages", "float32", True)
     cases: list[Case] = [
         *(

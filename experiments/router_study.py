@@ -6,7 +6,10 @@ are those on test images.
 A router infers the task ID from features of the frozen backbone, so no run is repeated. A
 prediction is correct if the router infers the task and the run's prediction with the task ID given
 is correct. The runs are those that `collect.py` collected. The choice needs no network either: it
-maximises the share of validation images with a correctly inferred task ID.
+maximises the share of validation images with a correctly inferred task ID. Without `--results`, the
+study ends there:
+
+    python experiments/router_study.py --stream DATA --tasks food10,mnist --image-size 96
 """
 
 import dataclasses
@@ -49,17 +52,14 @@ Runs = Mapping[str, Sequence[Collected]]
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterStudy:
-    """Compare routers on collected runs."""
+class RouterStudy(cheem_run.StreamInputs):
+    """Compare routers on collected runs, or on the images of a stream alone."""
 
-    results: Path
-    """Folder that `experiments/collect.py` wrote."""
+    results: Path | None = None
+    """Folder that `experiments/collect.py` wrote. Its runs have the tasks, the backbone and the
+    image size."""
     stream: str = cheem_run.DEMO
-    """Stream of the runs' images."""
-    data_dir: Path | None = None
-    """Folder with the prepared data of a benchmark."""
-    weights: Path | None = None
-    """Weights file of the backbone; default: the bundled file."""
+    """Stream of the images."""
     out: Path = Path("runs/routers")
     """Folder of numbers, tables and features."""
 
@@ -68,8 +68,12 @@ def main(settings: RouterStudy) -> None:
     """Try every router and choose one; write tables and numbers."""
     progress = Progress()
     check_folder("--out", settings.out)
-    runs = select(load(settings.results), settings.results)
-    loaded = load_images(next(iter(runs.values()))[0], settings, progress)
+    if settings.results is None:
+        runs = {}
+        loaded = load_images(settings, progress)
+    else:
+        runs = select(load(settings.results), settings.results)
+        loaded = load_images_of(next(iter(runs.values()))[0], settings, progress)
     tasks = loaded.stream.tasks
     vit = build(loaded.pretrained.config, loaded.pretrained.params)
     executor = make_executor(vit, "mlp_down", EngineConfig(), batch_size=BATCH_SIZE)
@@ -85,7 +89,7 @@ def main(settings: RouterStudy) -> None:
         for task in tasks
     ]
     labels = [task.train.labels for task in tasks]
-    seeds = sorted({one.run.results["seed"] for group in runs.values() for one in group})
+    seeds = sorted({one.run.results["seed"] for group in runs.values() for one in group}) or [0]
     paper = dict[int, Trial]()
     rows = []
     for config in candidates():
@@ -97,7 +101,7 @@ def main(settings: RouterStudy) -> None:
     study = {
         "stream": loaded.stream.name,
         "backbone": vit.config.name,
-        "image_size": loaded.size,
+        "image_size": vit.config.image_size,
         "tasks": [task.name for task in tasks],
         "rows": rows,
         "chosen": choose(rows),
@@ -106,7 +110,7 @@ def main(settings: RouterStudy) -> None:
             title: [one.run.results["seed"] for one in group] for title, group in runs.items()
         },
         "same_answers": min(
-            same_predictions(one, paper) for group in runs.values() for one in group
+            (same_predictions(one, paper) for group in runs.values() for one in group), default=None
         ),
     }
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -128,21 +132,27 @@ def select(cells: Cells, folder: Path) -> Runs:
     return {cell.title: list(cells[cell].values()) for cell in selected}
 
 
-def load_images(one: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
+def load_images(settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
+    """Load the weights and images of the stream."""
+    fields = {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(cheem_run.StreamInputs)
+    }
+    return cheem_run.load(dataclasses.replace(cheem_run.read_arguments([]), **fields), progress)
+
+
+def load_images_of(one: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
     """Load the weights and images of the runs. Raises ValueError if they differ from those of the
     runs."""
     results = one.run.results
     source = dataclasses.replace(
-        cheem_run.read_arguments([]),
-        stream=settings.stream,
-        data_dir=settings.data_dir,
-        weights=settings.weights,
+        settings,
         backbone=results["backbone"],
         image_size=results["image_size"],
         tasks=",".join(one.run.order),
         split_seed=one.record["data"].get("split_seed", 0),
     )
-    loaded = cheem_run.load(source, progress)
+    loaded = load_images(source, progress)
     check_same(one.run, loaded.stream, loaded.pretrained)
     return loaded
 

@@ -23,7 +23,15 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 import cheem_jax
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.weights import load_pretrained, save_converted
-from cheem_jax.cheem.config import DEMO, PRESETS, QUICK, auto
+from cheem_jax.cheem.config import (
+    DEMO,
+    PRESETS,
+    QUICK,
+    QUICK_PLUS,
+    SearchConfig,
+    auto,
+    auto_router,
+)
 from cheem_jax.cheem.expert_memory import TaskNetworks, task_network
 from cheem_jax.cheem.frozen_head import HeadComparison
 from cheem_jax.cheem.saved_memory import save_memory_task
@@ -32,7 +40,7 @@ from cheem_jax.core.keys import Phase
 from cheem_jax.core.metrics import calibration_error, fit_temperature, log_probability
 from cheem_jax.core.ops import LowRank
 from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, compute_logits
-from cheem_jax.core.routing import RouterConfig, fit_statistics, packed
+from cheem_jax.core.routing import RouterConfig, fit_statistics, num_stored, packed
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.task import Split, Stream, Task
@@ -1330,44 +1338,69 @@ def test_info_omits_the_facts_that_only_opening_finds_out(copied, changed):
         read_info(copied)
 
 
-def test_auto_chooses_256_steps_within_bounds_and_the_rate_of_demo_for_few_images():
-    fits = {num: auto(QUICK, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
-    assert [fit.epochs for fit in fits.values()] == [64, 64, 14, 9, 8, 8]
-    assert [fit.learning_rate for fit in fits.values()] == [2e-3] * 4 + [1e-3] * 2
-    assert auto(QUICK, 5000) == QUICK
-    assert auto(DEMO, 600).supernet == fits[600]
-    assert auto(DEMO, 600).ops == DEMO.ops
+def test_auto_takes_512_steps_within_bounds_and_keeps_what_learned_tasks_share():
+    fits = {num: auto(QUICK_PLUS, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
+    assert [fit.epochs for fit in fits.values()] == [128, 128, 27, 17, 16, 16]
+    assert auto(QUICK_PLUS, 5000) == QUICK_PLUS
+    limited = dataclasses.replace(
+        DEMO, augment=True, batch_size=8, remove=("skip",), search=SearchConfig(max_flops=0.8)
+    )
+    chosen = auto(limited, 600)
+    assert (chosen.sampling, chosen.remove, chosen.fallback) == ("anchored", (), True)
+    assert (chosen.ops.rank, chosen.ops.stored_rank) == (64, DEMO.ops.rank)
+    assert chosen.finetune.epochs == 16 and chosen.finetune.schedule == "warm_cosine"
+    for name in ("router", "placement", "token", "augment", "batch_size", "search"):
+        assert getattr(chosen, name) == getattr(limited, name)
+    assert auto(chosen, 600) == chosen
+
+
+def test_the_router_of_auto_stores_at_most_1_5_mb_without_class_means():
+    widths = {192: "lda", 384: "lda", 768: "kmeans", 1024: "kmeans"}
+    for width, kind in widths.items():
+        router = auto_router(width, 12)
+        assert router.kind == kind and router.features == ("early" if kind == "lda" else "levels")
+        assert 4 * num_stored(router, router.num_parts(12) * width, 0) <= 1_500_000
+    assert auto_router(192, 2) == RouterConfig()
 
 
 @pytest.mark.full
 def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeypatch, capsys):
-    for place in ("memory.making.QUICK", "cheem.config.QUICK"):
-        monkeypatch.setattr(f"cheem_jax.{place}", small.QUICK)
-    monkeypatch.setattr("cheem_jax.cheem.config.AUTO_STEPS", 15)
+    for name, num in (("AUTO_STEPS", 15), ("FEWEST_AUTO_EPOCHS", 4)):
+        monkeypatch.setattr(f"cheem_jax.cheem.config.{name}", num)
     begin(tmp_path / "pets", preset="auto", method=None, augment=True)
-    for name, num in (("few", 40), ("many", 80)):  # 3 and 5 steps of 16 images
+    for name, num in (("few", 90), ("many", 180)):  # 3 and 6 steps of 32 images
         cheem_jax.open(tmp_path / "pets").learn(small.task(name, num, num=num))
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "few: auto chose 5 epochs for the supernet and 5 for fine-tuning, at the learning rate"
-        " 0.002" in said
-    )
-    assert (
-        "many: auto chose 4 epochs for the supernet and 4 for fine-tuning, at the learning rate"
-        " 0.01" in said
-    )
+    assert "few: auto chose 5 epochs at the learning rate 0.003" in said
+    assert "many: auto chose 4 epochs at the learning rate 0.003" in said
     reports = [entry["report"] for entry in read(tmp_path / "pets") if entry["event"] == "learned"]
-    assert [report["epochs"] for report in reports] == [
-        {"supernet": num, "finetune": num} for num in (5, 4)
-    ]
     assert [len(report["finetune_losses"]) for report in reports] == [5, 4]
+    assert [report["epochs"]["finetune"] for report in reports] == [5, 4]
     assert "training images are augmented" in said and all(report["augment"] for report in reports)
     config = cheem_jax.open(tmp_path / "pets").config
-    assert config.preset == "auto" and config.method.finetune.epochs == 4
-    fits = {"supernet": small.QUICK.supernet, "finetune": small.QUICK.finetune}
-    assert dataclasses.replace(config.method, **fits) == dataclasses.replace(
-        small.QUICK, augment=True, fallback=True
-    )
+    assert config.preset == "auto" and config.method.router == QUICK_PLUS.router
+    assert config.method == auto(dataclasses.replace(QUICK_PLUS, augment=True), 180)
+
+
+def test_an_earlier_memory_of_auto_keeps_its_router_and_its_rank(tmp_path):
+    directory = tmp_path / "pets"
+    begin(directory).learn(STREAM.tasks[0])
+    file = directory / "config.json"
+    file.write_text(file.read_text().replace('"preset": "auto, changed"', '"preset": "auto"'))
+    memory = cheem_jax.open(directory)
+    before = memory.config.method
+    assert memory.config.preset == "auto" and before.sampling == "hee"
+    memory.learn(STREAM.tasks[1])
+    after = cheem_jax.open(directory).config.method
+    assert after.sampling == "anchored" and after.router == before.router
+    assert after.ops.stored_rank == before.ops.rank
+    pairs = [
+        stored.params
+        for block in memory.internal.pool
+        for stored in block
+        if isinstance(stored.params, LowRank)
+    ]
+    assert pairs and {len(pair.up) for pair in pairs} == {before.ops.rank}
 
 
 FALLBACK = dataclasses.replace(

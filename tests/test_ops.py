@@ -50,6 +50,16 @@ def test_a_truncated_pair_has_the_best_product_of_its_rank():
     assert not np.asarray(truncate(LowRank(pair.down, 0 * pair.up), 2).up).any()  # an initial pair
 
 
+def test_a_layer_narrower_than_the_truncated_rank_keeps_its_product():
+    down, up = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(jax.random.split(jax.random.key(0)), ((12, 8), (8, 4)), strict=True)
+    )
+    pair = truncate(LowRank(down, up), 6)
+    assert pair.down.shape == (12, 6) and pair.up.shape == (6, 4)
+    np.testing.assert_allclose(pair.down @ pair.up, down @ up, rtol=1e-4, atol=1e-4)
+
+
 def test_merged_and_unmerged_adapters_agree():
     keys = jax.random.split(jax.random.key(1), 4)
     expert = expert_of(keys[0])

@@ -225,8 +225,8 @@ class TrainedBaseline(Baseline):
         return len(self.classes)
 
     def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:
-        """Return a PRNG key for `phase` of the next task; different positions, such as epochs, have
-        different keys."""
+        """Return a PRNG key for `phase` of the next task. Each position within the phase, such as
+        an epoch, has a different key."""
         return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:

@@ -4,7 +4,7 @@ smaller values for a CPU."""
 import dataclasses
 from typing import ClassVar, Literal
 
-from cheem_jax.core.routing import RouterConfig
+from cheem_jax.core.routing import RouterConfig, num_stored
 from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token
 
 
@@ -206,21 +206,44 @@ PRESETS: dict[Preset, CheemConfig] = {
 }
 
 LearnPreset = Literal["auto", Preset]
-AUTO_STEPS, MOST_AUTO_EPOCHS = 256, 64
+AUTO_STEPS, FEWEST_AUTO_EPOCHS, MOST_AUTO_EPOCHS = 512, 16, 128
 
 
 def auto(config: CheemConfig, num_images: int) -> CheemConfig:
-    """Set the epochs and learning rate of preset `auto` for a task with `num_images` training
-    images.
+    """Return the settings with which preset `auto` learns a task of `num_images` training images.
 
-    Supernet training and fine-tuning each run for the smallest number of epochs with at least 256
-    steps, but for at least 8 and at most 64 epochs (1,000 images have 256 steps in 8 epochs). The
-    learning rate is that of `demo` for more than 8 epochs, and that of `quick` otherwise. All other
-    settings stay the same for every task.
+    They are those of `quick_plus`, except for the number of epochs: the smallest number with at
+    least 512 steps, but at least 16 and at most 128 (1,000 images have 512 steps in 16 epochs).
+    Settings that the learned tasks of a memory share stay those of `config`: the placement of the
+    experts, the stored rank, the router and the batch size. So do the limit of FLOPs and the
+    augmentation, which a user chooses.
     """
     steps = -(-num_images // config.batch_size)
-    epochs = min(max(-(-AUTO_STEPS // steps), QUICK.finetune.epochs), MOST_AUTO_EPOCHS)
-    fit = dataclasses.replace(
-        (DEMO if epochs > QUICK.finetune.epochs else QUICK).finetune, epochs=epochs
+    epochs = min(max(-(-AUTO_STEPS // steps), FEWEST_AUTO_EPOCHS), MOST_AUTO_EPOCHS)
+    return dataclasses.replace(
+        config,
+        ops=dataclasses.replace(QUICK_PLUS.ops, truncated_rank=config.ops.stored_rank),
+        remove=(),
+        sampling=QUICK_PLUS.sampling,
+        finetune=dataclasses.replace(QUICK_PLUS.finetune, epochs=epochs),
+        weights=QUICK_PLUS.weights,
+        fallback=True,
     )
-    return dataclasses.replace(config, supernet=fit, finetune=fit)
+
+
+MOST_ROUTER_BYTES = 1_500_000
+"""Maximum size of a task's router statistics without class means, with the preset `auto`."""
+
+
+def auto_router(width: int, depth: int) -> RouterConfig:
+    """Return the router of preset `auto` for a backbone of `width` features and `depth` blocks.
+
+    It is the router of `quick_plus`. Its covariance grows with the square of the width, so a wide
+    backbone has k-means on features of several blocks instead, which lose more (docs/search.md).
+    """
+    if depth < 3:
+        return PAPER.router
+    router = QUICK_PLUS.router
+    if 4 * num_stored(router, router.num_parts(depth) * width, 0) <= MOST_ROUTER_BYTES:
+        return router
+    return RouterConfig(features="levels", num_centroids=20)

@@ -129,9 +129,9 @@ class Learn(OfData, OfMemory):
     """For a new memory: height and width of images in pixels; default: the backbone's image
     size."""
     preset: LearnPreset | None = None
-    """For a new memory: `auto` is the default and uses `quick` with up to 64 epochs for tasks with
-    fewer than 1,000 images; `quick` is sized for a CPU; `paper` uses the paper's settings, and ours
-    if the paper states none; `demo` is for a few hundred small images; `quick_plus` and
+    """For a new memory: `auto` is the default and uses `quick_plus` with up to 128 epochs for tasks
+    with fewer than 1,000 images; `quick` is sized for a CPU; `paper` uses the paper's settings, and
+    ours if the paper states none; `demo` is for a few hundred small images; `quick_plus` and
     `cheem_plus` are `quick` and `paper` with another search and another router."""
     augment: bool = False
     """For a new memory: crop, flip and change training images randomly in every epoch. Unsuitable
@@ -146,7 +146,8 @@ class Learn(OfData, OfMemory):
     base_classes: Path | None = None
     """For a new memory: a text file with the class names of the pretraining data, one per line."""
     begin_with: Path | None = None
-    """For a new memory: a CHEEM run whose tasks the memory starts with."""
+    """For a new memory: a CHEEM run whose tasks the memory starts with. New tasks are learned with
+    the preset `auto`, and with the router of the run."""
     engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
     """Execution of networks."""
     save_every: Annotated[float | None, ADVANCED] = None
@@ -226,8 +227,8 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
         given = [name for name, value in values.items() if value is not None and value is not False]
         if options := [f"--{name.replace('_', '-')}" for name in given]:
             raise ValueError(
-                "with --begin-with, a memory has the settings of the run; omit"
-                f" {', '.join(options)}"
+                "with --begin-with, a memory has the settings of the run, and learns new tasks with"
+                f" the preset auto; omit {', '.join(options)}"
             )
         progress.say(f"starting with the tasks of {shown(settings.begin_with)}")
         return begin_with(

@@ -109,9 +109,12 @@ def truncate(pair: LowRank, rank: int) -> LowRank:
     down_basis, down_factor = np.linalg.qr(np.asarray(pair.down, np.float64))
     up_basis, up_factor = np.linalg.qr(np.asarray(pair.up, np.float64).T)
     u, singular_values, v = np.linalg.svd(down_factor @ up_factor.T)
-    scale = np.sqrt(singular_values[:rank])
-    down = down_basis @ u[:, :rank] * scale
-    up = (up_basis @ v[:rank].T * scale).T
+    # A narrow layer can have fewer singular values than `rank`; the others are zero.
+    num = min(rank, len(singular_values))
+    scale = np.sqrt(singular_values[:num])
+    columns = [(0, 0), (0, rank - num)]
+    down = np.pad(down_basis @ u[:, :num] * scale, columns)
+    up = np.pad(up_basis @ v[:num].T * scale, columns).T
     return LowRank(jnp.asarray(down, pair.down.dtype), jnp.asarray(up, pair.up.dtype))
 
 

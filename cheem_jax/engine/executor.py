@@ -62,8 +62,8 @@ class Tokens(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """The start of a pass: the rows with the numbers `rows` `[B]` of the data set `values`
-    `[M, ...]` on the device. The data set contains tokens of `block`, or images if `block` is
+    """The input of a pass: the rows of `values` `[M, ...]`, a data set on the device, at the
+    indices `rows` `[B]`. `values` contains the tokens that enter `block`, or images if `block` is
     None."""
 
     block: int | None

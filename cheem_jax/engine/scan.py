@@ -46,8 +46,8 @@ separate compiled function."""
 
 
 class Tables(NamedTuple):
-    """Parameters of K steps: experts for each block of the pass, and learners for each block that
-    can learn."""
+    """Parameters that K steps use: the experts of every block of the pass, and the learners of
+    every block that can be trained."""
 
     experts: tuple[tuple[Expert, ...], ...]
     """K frozen experts per block; zeros for Skip."""

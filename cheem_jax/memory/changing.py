@@ -187,8 +187,7 @@ def learn_task(
         setup = setup._replace(config=method)
         if not is_extension:
             session.say(
-                f"{task.name}: auto chose {method.supernet.epochs} epochs for the supernet and"
-                f" {method.finetune.epochs} for fine-tuning, at the learning rate"
+                f"{task.name}: auto chose {method.finetune.epochs} epochs at the learning rate"
                 f" {method.finetune.learning_rate:g}"
             )
     reports = {

@@ -10,7 +10,7 @@ import numpy as np
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, hash_file, load_pretrained, save_converted
-from cheem_jax.cheem.config import PRESETS, QUICK, CheemConfig, LearnPreset
+from cheem_jax.cheem.config import PRESETS, QUICK_PLUS, CheemConfig, LearnPreset, auto_router
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing import calibrate, centroid_distances, fit_statistics
@@ -49,7 +49,7 @@ def create(
     backbone: str = "deit_tiny",
     weights: str | Path | None = None,
     image_size: int | None = None,
-    preset: LearnPreset = "quick",
+    preset: LearnPreset = "auto",
     method: CheemConfig | None = None,
     augment: bool = False,
     seed: int = 0,
@@ -64,9 +64,9 @@ def create(
 
     Args:
         weights: file or folder of the backbone's weights; see `load_pretrained`.
-        preset: settings of CHEEM. With `auto`, the number of epochs depends on the task (see
-            `cheem.config.auto`). `paper` decodes images as stored; other presets rotate them
-            according to their EXIF orientation.
+        preset: settings of CHEEM. With `auto`, the number of epochs depends on the task, and the
+            router on the backbone (see `cheem.config.auto` and `auto_router`). `paper` decodes
+            images as stored; other presets rotate them according to their EXIF orientation.
         method: settings of CHEEM that replace the settings of the preset.
         augment: augment training images randomly.
         base_data: images of the pretraining data, in a form that `learn` accepts. CHEEM computes
@@ -81,11 +81,14 @@ def create(
     """
     directory = absolute(directory)
     check_free(directory)
-    if preset not in (presets := {**PRESETS, "auto": QUICK}):
+    if preset not in (presets := {**PRESETS, "auto": QUICK_PLUS}):
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(presets)}")
     config = with_fallback(presets[preset], preset) if method is None else method
     config = dataclasses.replace(config, augment=config.augment or augment)
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
+    if method is None and preset == "auto":
+        vit = pretrained.config
+        config = dataclasses.replace(config, router=auto_router(vit.width, vit.depth))
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     if keep_base and base_data is None:
         raise ValueError(
@@ -193,9 +196,10 @@ def begin_with(
 ) -> OpenMemory:
     """Create a memory from the tasks of a finished run of CHEEM; the run stays unchanged.
 
-    New tasks are compared with the same mean CLS tokens of the pretraining data as in the run.
-    Raises ValueError if the weights do not contain these tokens, and the errors of `open_memory`
-    and `create`.
+    New tasks are learned with the preset `auto`, with the run's router and rank of stored pairs.
+    They are compared with the same mean CLS tokens of the pretraining data as in the run. Raises
+    ValueError if the weights do not contain these tokens, and the errors of `open_memory` and
+    `create`.
     """
     directory = absolute(directory)
     source = open_memory(run, weights=weights, engine=engine)
@@ -225,7 +229,7 @@ def begin_with(
     names = tuple(task.name for task in source.tasks)
     config = dataclasses.replace(
         source.config,
-        method=with_fallback(method, source.config.preset),
+        preset="auto",
         tasks=names,
         data_sha256={name: source.config.data_sha256[name] for name in names},
         num_learned=len(names),

@@ -99,7 +99,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         os.replace(partial, directory)
         to_disk(directory.parent)
         to_disk(directory.parent.parent)  # this directory can also be new
-    # Orbax writes in C++ and raises errors of many types; all of them mean that writing failed.
+    # Orbax writes files by C++ code, which raises errors of many types; all of them mean that
+    # writing failed.
     except Exception as error:
         _remove_for_good(partial)
         reason = _first_line(error)

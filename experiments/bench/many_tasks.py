@@ -283,8 +283,8 @@ def learning(cheem: Cheem) -> dict[str, Any]:
 
 
 def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
-    """Measure the seconds of a step in supernets over the memory's experts and over the backbone's
-    experts, in turns."""
+    """Measure the seconds per step, in turns, of a supernet over the memory's experts and of one
+    over the backbone's experts."""
     images = measure.random_images(BATCH, executor.config)
     labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
     (batch,) = batches(np.arange(BATCH), BATCH)

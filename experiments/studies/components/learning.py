@@ -151,8 +151,8 @@ class Learned(NamedTuple):
 
 
 class Network:
-    """A backbone whose leaves are an argument, so that all components share one compiled
-    function."""
+    """A backbone whose leaves are an argument of the compiled function, so that all components
+    share this function."""
 
     def __init__(self, executor: Executor, batch_size: int):
         self.executor, self.batch_size = executor, batch_size

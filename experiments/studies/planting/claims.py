@@ -63,8 +63,8 @@ class Measured(NamedTuple):
 
 
 def judge(results: Mapping[str, Any], costs: Costs) -> dict[str, Verdict | None]:
-    """Evaluate every claim for one run; a verdict is None if the family has no expert or there is
-    no similarity."""
+    """Evaluate every claim for one run. A verdict is None if the family has no expert, or if the
+    run recorded no similarity."""
     networks = structure.structure_of(results, costs)
     rng = np.random.default_rng(results["seed"])
     by_chance = structure.expected(networks)

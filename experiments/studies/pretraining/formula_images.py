@@ -127,8 +127,8 @@ def draw_fractals(rng: np.random.Generator, count: int) -> Params:
 
 
 def fractal_masks(rng: np.random.Generator, params: Params, *, jitter: float) -> Fields:
-    """Play the chaos game: apply 60 random maps to each of 48 points per image; the first 10 points
-    do not count."""
+    """Play the chaos game: apply 60 random maps to each of 48 points per image, and discard the
+    first 10 positions of each point."""
     count = len(params["maps"])
     chains = 48
     maps = params["maps"] + jitter * rng.normal(0, 1, params["maps"].shape)

@@ -29,7 +29,7 @@ def studied(tmp_path_factory):
             cheem_run.read_arguments([*command.split(), "--run-dir", str(folder / "runs" / name)])
         )
     assert collect.main(collect.Collect((folder / "runs",), folder / "collected")) == 0
-    settings = router_study.RouterStudy(folder / "collected", weights=None, out=folder / "out")
+    settings = router_study.RouterStudy(results=folder / "collected", out=folder / "out")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(router_study, "candidates", lambda: iter(FEW))
         router_study.main(settings)
@@ -87,6 +87,20 @@ def test_a_second_call_computes_the_same_from_stored_features(studied):
 
 
 @pytest.mark.full
+def test_without_runs_the_task_ids_of_the_same_images_are_inferred_alike(studied, monkeypatch):
+    folder, first, _ = studied
+    monkeypatch.setattr(router_study, "candidates", lambda: iter(FEW))
+    out = folder / "alone"
+    router_study.main(
+        router_study.RouterStudy(tasks="shapes,letters", backbone="vit_nano", out=out)
+    )
+    study = json.loads((out / "routers.json").read_text())
+    assert study["runs"] == {} and study["same_answers"] is None
+    assert study["rows"][1]["found"] == first["rows"][1]["found"]  # LDA does not depend on a seed
+    assert "CHEEM" not in (out / "routers.md").read_text()
+
+
+@pytest.mark.full
 def test_the_page_has_a_row_for_each_router(studied):
     folder, study, _ = studied
     page = (folder / "out/routers.md").read_text()
@@ -98,7 +112,7 @@ def test_the_page_has_a_row_for_each_router(studied):
 @pytest.mark.full
 def test_images_and_weights_that_differ_from_the_runs_are_refused(studied, tmp_path):
     folder, _, _ = studied
-    settings = router_study.RouterStudy(folder / "collected", out=tmp_path / "out")
+    settings = router_study.RouterStudy(results=folder / "collected", out=tmp_path / "out")
     for name, key, value, message in (
         (
             "config.json",
@@ -122,8 +136,8 @@ def test_images_and_weights_that_differ_from_the_runs_are_refused(studied, tmp_p
 
 def test_folders_without_a_collected_run_are_refused(tmp_path):
     with pytest.raises(ValueError, match="contains no collected run"):
-        router_study.main(router_study.RouterStudy(tmp_path, out=tmp_path / "out"))
+        router_study.main(router_study.RouterStudy(results=tmp_path, out=tmp_path / "out"))
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ValueError, match="which is not a folder"):
-        router_study.main(router_study.RouterStudy(tmp_path, out=file))
+        router_study.main(router_study.RouterStudy(results=tmp_path, out=file))

@@ -1,0 +1,248 @@
+"""Settings of `cheem learn` for few images: the accuracy of a task by its number of images.
+
+    python experiments/small_sets.py --stream DATA --tasks caltech101,food10 --image-size 96
+
+A unit is a memory with one task, learned by one variant of the settings. Training and validation
+images are a random share of the task's images, with equally many per class; all test images are
+used. Finished units are not repeated; tasks, numbers, variants and seeds can be added later.
+"""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from charts import names_in, write_page
+from study import recorded, seeds_of
+
+import cheem_jax
+from cheem_jax.cheem.config import DEMO, QUICK, QUICK_PLUS, CheemConfig, auto
+from cheem_jax.cli import run as cheem_run
+from cheem_jax.cli.arguments import arguments_of, parse
+from cheem_jax.cli.running import run_command
+from cheem_jax.data.task import Split, Task
+from cheem_jax.data.task import fingerprint as data_hash
+from cheem_jax.report.table import NONE, Grid, number, percent
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+
+Entry = Mapping[str, Any]
+Variant = Callable[[int], CheemConfig]
+"""Settings by the number of training images."""
+PER_VALIDATION_IMAGE = 9
+"""Training images per validation image, as in `cheem learn` for images without splits."""
+
+
+def _auto(factor: float = 1, rate: float = 3e-3, augment: bool = False) -> Variant:
+    """Make a variant of preset `auto` with `factor` times its epochs."""
+
+    def config(num_images: int) -> CheemConfig:
+        chosen = auto(dataclasses.replace(QUICK_PLUS, augment=augment), num_images)
+        epochs = round(factor * chosen.finetune.epochs)
+        finetune = dataclasses.replace(chosen.finetune, epochs=epochs, learning_rate=rate)
+        return dataclasses.replace(chosen, finetune=finetune)
+
+    return config
+
+
+def _paper(num_images: int) -> CheemConfig:
+    """Return settings with the paper's search and the passes over the images of `auto`."""
+    epochs = auto(QUICK_PLUS, num_images).finetune.epochs // 2
+    is_longer = epochs > QUICK.finetune.epochs
+    fit = dataclasses.replace((DEMO if is_longer else QUICK).finetune, epochs=epochs)
+    return dataclasses.replace(QUICK, supernet=fit, finetune=fit, fallback=True)
+
+
+VARIANTS: dict[str, Variant] = {
+    "search": _paper,
+    "eliminate": _auto(),
+    "half": _auto(0.5),
+    "slow": _auto(rate=1e-3),
+    "augment": _auto(augment=True),
+}
+TITLES = {
+    "search": "paper's search",
+    "eliminate": "`auto`",
+    "half": "half the epochs",
+    "slow": "rate 0.001",
+    "augment": "`auto --augment`",
+}
+"""Titles of variants in tables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallSets(cheem_run.StreamInputs):
+    """Learn shares of image sets with variants of the settings."""
+
+    stream: str = cheem_run.DEMO
+    """demo, or any other value of `experiments/mtil.py --stream`."""
+    numbers: str = "60,300,1000"
+    """Numbers of training images, separated by commas. A number with fewer than two images per
+    class, or above the task's number of images, is left out for this task."""
+    variants: str = ",".join(VARIANTS)
+    """Names of variants, separated by commas."""
+    seeds: str = "0"
+    """Seeds, separated by commas."""
+    run_dir: Path = Path("runs/small_sets")
+    """Folder of record and table; unfinished units resume."""
+
+
+def main(settings: SmallSets) -> None:
+    """Compute the missing units, then print and save the table."""
+    progress = Progress()
+    variants = names_in("--variants", settings.variants, VARIANTS)
+    seeds = seeds_of(settings.seeds)
+    numbers = numbers_of(settings.numbers)
+    fields = {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(cheem_run.StreamInputs)
+    }
+    loaded = cheem_run.load(cheem_run.RunSettings(**fields, cheem=QUICK), progress)
+    backbone = loaded.pretrained.config
+    identity = {
+        "format": "cheem_jax-small_sets/1",
+        "stream": loaded.stream.name,
+        "backbone": backbone.name,
+        "image_size": backbone.image_size,
+        "weights_sha256": loaded.pretrained.sha256,
+        "data_sha256": {},  # entries have the hashes of their images
+    }
+    command = ["experiments/small_sets.py", *arguments_of(settings)]
+    directory = settings.run_dir
+    with recorded(directory, identity, command, progress) as session:
+        for seed in seeds:
+            shares = [
+                share(task, num, seed)
+                for num in numbers
+                for task in loaded.stream.tasks
+                if fits(task, num)
+            ]
+            for task in shares:
+                for variant in variants:
+                    place = {
+                        "task": task.name,
+                        "num_train": len(task.train.labels),
+                        "variant": variant,
+                        "seed": seed,
+                        "data_sha256": data_hash(task),
+                    }
+                    if not any(place.items() <= entry.items() for entry in read(directory)):
+                        result = learn(settings, task, variant, seed, progress)
+                        session.record.write("unit", **place, **result)
+    units = [entry for entry in read(directory) if entry["event"] == "unit"]
+    grid = grid_of(units)
+    write_page(directory / "small_sets", grid.to_markdown(), {**identity, "units": units}, grid)
+    progress.console.print(grid.to_rich())
+
+
+def numbers_of(text: str) -> list[int]:
+    """Return the numbers in the value of `--numbers`. Raises ValueError unless all are positive."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError(
+            f"--numbers is {text!r}; expected positive whole numbers separated by commas, such as"
+            " 60,300"
+        )
+    return numbers
+
+
+def learn(
+    settings: SmallSets, task: Task, variant: str, seed: int, progress: Progress
+) -> dict[str, Any]:
+    """Learn the task in a temporary memory. Return accuracies and seconds."""
+    directory = settings.run_dir / "memory"
+    shutil.rmtree(directory, ignore_errors=True)
+    memory = cheem_jax.create(
+        directory,
+        backbone=settings.backbone or "deit_tiny",
+        weights=settings.weights,
+        image_size=settings.image_size,
+        method=VARIANTS[variant](len(task.train.labels)),
+        seed=seed,
+    )
+    start = time.perf_counter()
+    memory.learn(task, progress=progress)
+    seconds = time.perf_counter() - start
+    accuracies = {
+        f"{split}_accuracy": memory.evaluate(task, split=split)[0].accuracy_given
+        for split in ("val", "test")
+    }
+    result = {
+        "seconds": seconds,
+        "epochs": memory.config.method.finetune.epochs,
+        "num_val": len(task.val.labels),
+        "frozen_head": memory.info()["tasks"][0]["frozen_head"],
+        "architecture": memory.tasks[0].architecture,
+        **accuracies,
+    }
+    shutil.rmtree(directory)
+    return result
+
+
+def fits(task: Task, number: int) -> bool:
+    """Return whether the task has `number` training images, and two of them for each class."""
+    return number // len(task.classes) >= 2 and number <= 1.1 * len(task.train.labels)
+
+
+def share(task: Task, number: int, seed: int) -> Task:
+    """Return the task with about `number` training images, equally many per class if there are
+    enough, and validation images in proportion."""
+
+    def cut(split: Split, count: int, key: int) -> Split:
+        generator = np.random.default_rng([seed, key])
+        parts = [
+            generator.permutation(np.flatnonzero(split.labels == label))[:count]
+            for label in range(len(task.classes))
+        ]
+        rows = np.sort(np.concatenate(parts))
+        return Split(split.images[rows], split.labels[rows])
+
+    per_class = number // len(task.classes)
+    return dataclasses.replace(
+        task,
+        train=cut(task.train, per_class, 0),
+        val=cut(task.val, max(1, per_class // PER_VALIDATION_IMAGE), 1),
+    )
+
+
+def grid_of(units: Sequence[Entry]) -> Grid:
+    """Make the table of test accuracies, with one row per task and number of images, sorted by this
+    number. Seeds are averaged."""
+    groups: dict[tuple[int, str], dict[str, list[Entry]]] = {}
+    for unit in units:
+        variants = groups.setdefault((unit["num_train"], unit["task"]), {})
+        variants.setdefault(unit["variant"], []).append(unit)
+    rows = []
+    for (num, task), variants in sorted(groups.items()):
+        means = {
+            name: {
+                field: float(np.mean([unit[field] for unit in variants[name]]))
+                for field in ("test_accuracy", "seconds")
+            }
+            for name in variants
+        }
+        accuracies = [
+            percent(means[name]["test_accuracy"]) if name in means else NONE for name in TITLES
+        ]
+        seconds = [
+            number(means[name]["seconds"], 0) if name in means else NONE
+            for name in ("search", "eliminate", "augment")
+        ]
+        rows.append([task, f"{num:,}", *accuracies, *seconds])
+    header = ["set", "images", *TITLES.values()]
+    header += [f"seconds, {TITLES[name]}" for name in ("search", "eliminate", "augment")]
+    return Grid(header, rows)
+
+
+def read_units(file: Path) -> list[Entry]:
+    """Read the units that the study wrote."""
+    return json.loads(file.read_text())["units"]
+
+
+if __name__ == "__main__":
+    parsed = parse(SmallSets, description=__doc__)
+    run_command(main, parsed, parsed.run_dir)
