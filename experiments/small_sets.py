@@ -8,7 +8,6 @@ used. Finished units are not repeated; tasks, numbers, variants and seeds can be
 """
 
 import dataclasses
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import names_in, write_page
+from charts import filled, names_in, write_page
 from study import recorded, seeds_of
 
 import cheem_jax
@@ -26,7 +25,7 @@ from cheem_jax.cli.arguments import arguments_of, parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.data.task import Split, Task
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.report.table import NONE, Grid, number, percent
+from cheem_jax.report.table import Grid, number, percent
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 
@@ -216,31 +215,24 @@ def grid_of(units: Sequence[Entry]) -> Grid:
     for unit in units:
         variants = groups.setdefault((unit["num_train"], unit["task"]), {})
         variants.setdefault(unit["variant"], []).append(unit)
-    rows = []
-    for (num, task), variants in sorted(groups.items()):
-        means = {
-            name: {
-                field: float(np.mean([unit[field] for unit in variants[name]]))
-                for field in ("test_accuracy", "seconds")
-            }
-            for name in variants
-        }
-        accuracies = [
-            percent(means[name]["test_accuracy"]) if name in means else NONE for name in TITLES
+    places = sorted(groups)
+    columns = {
+        "set": [task for _, task in places],
+        "images": [f"{num:,}" for num, _ in places],
+    }
+    for name, title in TITLES.items():
+        columns[f"{title} %"] = [
+            percent(_mean(groups[place].get(name), "test_accuracy")) for place in places
         ]
-        seconds = [
-            number(means[name]["seconds"], 0) if name in means else NONE
-            for name in ("search", "eliminate", "augment")
+    for name in ("search", "eliminate", "augment"):
+        columns[f"{TITLES[name]}, s"] = [
+            number(_mean(groups[place].get(name), "seconds"), 0) for place in places
         ]
-        rows.append([task, f"{num:,}", *accuracies, *seconds])
-    header = ["set", "images", *TITLES.values()]
-    header += [f"seconds, {TITLES[name]}" for name in ("search", "eliminate", "augment")]
-    return Grid(header, rows)
+    return filled("", columns)
 
 
-def read_units(file: Path) -> list[Entry]:
-    """Read the units that the study wrote."""
-    return json.loads(file.read_text())["units"]
+def _mean(units: Sequence[Entry] | None, field: str) -> float | None:
+    return None if units is None else float(np.mean([unit[field] for unit in units]))
 
 
 if __name__ == "__main__":

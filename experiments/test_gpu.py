@@ -14,6 +14,8 @@ from cheem_jax.data.demo import TASKS
 @pytest.mark.full
 def test_the_parts_smoke_and_runs_write_records_without_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "QUEUE", gpu.QUEUE[:1])
+    # its processes mostly compile, and how fast their code is does not matter
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     gpu.main(gpu.Gpu(only="smoke,runs", miniature=True, out=tmp_path))
     smoke = json.loads((tmp_path / "smoke.json").read_text())
     assert smoke["deterministic"] and smoke["scan bfloat16"]["largest_difference"] > 0

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_sets
 from jit_profile import profile_grid
 from pages import begin, fill, write_tables
 from studies.paper.claims import largest_gap
 from studies.paper.results import tables_of
+from studies.routers.page import compare_streams
 from studies.searching.page import read as read_units
 from studies.searching.page import tables as search_tables
 
@@ -29,6 +31,14 @@ PAGES = {
     "results.md": lambda: tables_of(DOCS / "results/runs"),
     "results_96.md": lambda: tables_of(DOCS / "results_96/runs"),
     "search.md": lambda: search_tables(read_units(DOCS / "results/search/units.json")),
+    "concepts/routing.md": lambda: {
+        "unseen": compare_streams(
+            [read(f"results/routers_{name}.json") for name in ("deit_tiny_96", "vit_micro_64")]
+        ).to_markdown()
+    },
+    "guides/own-data.md": lambda: {
+        "small_sets": small_sets.grid_of(read("results/small_sets.json")["units"]).to_markdown()
+    },
     "profile/jit_profile.md": lambda: {
         "executors": profile_grid(read("profile/jit_profile.json")).to_markdown()
     },

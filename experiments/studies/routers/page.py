@@ -35,6 +35,34 @@ def grid_of(study: Numbers, rows: Sequence[Numbers]) -> Grid:
     return Grid("", columns, tuple(_cells(row, study) for row in rows), 2)
 
 
+def compare_streams(studies: Sequence[Numbers]) -> Grid:
+    """Make a row per router, with the accuracy of task-ID inference on the test images of each
+    study; LDA has its default shrinkage."""
+    rows = [study["rows"] for study in studies]
+    names = [
+        f"{study['backbone']}, {study['image_size']} pixels, {what}"
+        for study in studies
+        for what in ("%", "kB a task")
+    ]
+    cells = tuple(
+        (
+            each[0]["features"],
+            each[0]["title"],
+            *(
+                cell
+                for row in each
+                for cell in (
+                    f"{100 * row['found']['test']:.1f}",
+                    f"{row['bytes_per_task'] / 1e3:,.0f}",
+                )
+            ),
+        )
+        for each in zip(*rows, strict=True)
+        if each[0]["config"]["kind"] == "kmeans" or each[0]["config"]["shrinkage"] == 0.01
+    )
+    return Grid("", ("reads", "router", *names), cells, 2)
+
+
 def _cells(row: Numbers, study: Numbers) -> tuple[str, ...]:
     is_chosen = row["config"] == study["chosen"]["config"]
     is_paper = row["config"] == study["rows"][0]["config"]
