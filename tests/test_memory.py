@@ -1403,6 +1403,21 @@ def test_an_earlier_memory_of_auto_keeps_its_router_and_its_rank(tmp_path):
     assert pairs and {len(pair.up) for pair in pairs} == {before.ops.rank}
 
 
+def test_a_task_that_an_earlier_version_began_is_finished_with_its_settings(tmp_path):
+    task = STREAM.tasks[0]
+    directory = tmp_path / "pets"
+    with pytest.raises(KeyboardInterrupt):
+        begin(directory).learn(task, progress=Killed("finetune"), save_every=0)
+    file = directory / "config.json"
+    file.write_text(file.read_text().replace('"preset": "auto, changed"', '"preset": "auto"'))
+    memory = cheem_jax.open(directory)
+    memory.learn(task)
+    assert memory.config.preset == "auto" and memory.config.method == small.QUICK
+    at_once = begin(tmp_path / "at-once")
+    at_once.learn(task)
+    assert memory.tasks[0].architecture == at_once.tasks[0].architecture
+
+
 FALLBACK = dataclasses.replace(
     small.QUICK, finetune=FitConfig(epochs=1, learning_rate=1e-6), fallback=True
 )

@@ -5,7 +5,7 @@ The commands `predict`, `evaluate` and `serve` also use `Answering`, `Predicting
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -341,19 +341,26 @@ def forget_tasks(settings: Forget) -> None:
         f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'}"
         f" that only {who} used; remaining: {remaining}"
     )
-    for expert in forgotten.in_use:
+    for where, tasks in _grouped((one.place, one.tasks) for one in forgotten.in_use):
+        say(f"{where} stays: used by {', '.join(tasks)}")
+    for where, tasks in _grouped((one.place, one.tasks) for one in forgotten.ancestors):
         say(
-            f"block {expert.place.block + 1}, expert {expert.place.expert} stays: used by"
-            f" {', '.join(expert.tasks)}"
+            f"{where} stays, but not as a candidate for new tasks: experts of {', '.join(tasks)}"
+            " were adapted from it (--erase stores them in full)"
         )
-    for expert in forgotten.ancestors:
-        say(
-            f"block {expert.place.block + 1}, expert {expert.place.expert} stays, but not as a"
-            f" candidate for new tasks: experts of {', '.join(expert.tasks)} were adapted from it"
-            " (--erase stores them in full)"
-        )
-    for place in forgotten.merged:
-        say(f"block {place.block + 1}, expert {place.expert} is a full expert now")
+    for where, _ in _grouped((place, ()) for place in forgotten.merged):
+        say(f"{where} is a full expert now")
+
+
+def _grouped(
+    experts: Iterable[tuple[PoolPosition, Sequence[str]]],
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Group experts of equal index and tasks, and describe the position of each group."""
+    groups: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for place, tasks in experts:
+        groups.setdefault((place.expert, tuple(tasks)), []).append(str(place.block + 1))
+    for (expert, tasks), blocks in groups.items():
+        yield f"expert {expert} of block{'s' * (len(blocks) > 1)} {', '.join(blocks)}", tasks
 
 
 def _json_value(item: str | int | PoolPosition | RetainedExpert) -> Any:

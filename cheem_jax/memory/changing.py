@@ -183,7 +183,10 @@ def learn_task(
     before = state.internal
     index, number = len(before.tasks), before.next_number
     if state.config.preset == "auto":
-        method = auto(state.config.method, len(task.train.labels))
+        method = state.config.method
+        # an interrupted task resumes with the settings with which it began
+        if state.interrupted is None:
+            method = auto(method, len(task.train.labels))
         setup = setup._replace(config=method)
         if not is_extension:
             session.say(
