@@ -33,7 +33,7 @@ PAGES = {
     "search.md": lambda: search_tables(read_units(DOCS / "results/search/units.json")),
     "concepts/routing.md": lambda: {
         "unseen": compare_streams(
-            [read(f"results/routers_{name}.json") for name in ("deit_tiny_96", "vit_micro_64")]
+            [read(f"results/routers_{name}.json") for name in ("deit_tiny_96", "vit_micro_32")]
         ).to_markdown()
     },
     "guides/own-data.md": lambda: {

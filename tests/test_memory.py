@@ -1355,10 +1355,15 @@ def test_auto_takes_512_steps_within_bounds_and_keeps_what_learned_tasks_share()
 
 
 def test_the_router_of_auto_stores_at_most_1_5_mb_without_class_means():
-    widths = {192: "lda", 384: "lda", 768: "kmeans", 1024: "kmeans"}
-    for width, kind in widths.items():
+    routers = {
+        192: ("lda", "levels"),
+        384: ("lda", "early"),
+        768: ("kmeans", "levels"),
+        1024: ("kmeans", "levels"),
+    }
+    for width, expected in routers.items():
         router = auto_router(width, 12)
-        assert router.kind == kind and router.features == ("early" if kind == "lda" else "levels")
+        assert (router.kind, router.features) == expected
         assert 4 * num_stored(router, router.num_parts(12) * width, 0) <= 1_500_000
     assert auto_router(192, 2) == RouterConfig()
 
@@ -1378,8 +1383,9 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     assert [report["epochs"]["finetune"] for report in reports] == [5, 4]
     assert "training images are augmented" in said and all(report["augment"] for report in reports)
     config = cheem_jax.open(tmp_path / "pets").config
-    assert config.preset == "auto" and config.method.router == QUICK_PLUS.router
-    assert config.method == auto(dataclasses.replace(QUICK_PLUS, augment=True), 180)
+    router = RouterConfig("lda", "levels")
+    assert config.preset == "auto" and config.method.router == router
+    assert config.method == auto(dataclasses.replace(QUICK_PLUS, augment=True, router=router), 180)
 
 
 def test_an_earlier_memory_of_auto_keeps_its_router_and_its_rank(tmp_path):

@@ -238,12 +238,14 @@ MOST_ROUTER_BYTES = 1_500_000
 def auto_router(width: int, depth: int) -> RouterConfig:
     """Return the router of preset `auto` for a backbone of `width` features and `depth` blocks.
 
-    It is the router of `quick_plus`. Its covariance grows with the square of the width, so a wide
-    backbone has k-means on features of several blocks instead, which lose more (docs/search.md).
+    It is the first of LDA on `levels`, LDA on `early` and k-means on `levels` whose statistics are
+    small enough; this is also the order of their accuracy (docs/concepts/routing.md). The
+    covariance of LDA grows with the square of the width.
     """
     if depth < 3:
         return PAPER.router
-    router = QUICK_PLUS.router
-    if 4 * num_stored(router, router.num_parts(depth) * width, 0) <= MOST_ROUTER_BYTES:
-        return router
+    for features in ("levels", "early"):
+        router = RouterConfig("lda", features)
+        if 4 * num_stored(router, router.num_parts(depth) * width, 0) <= MOST_ROUTER_BYTES:
+            return router
     return RouterConfig(features="levels", num_centroids=20)
