@@ -1338,7 +1338,7 @@ def test_info_omits_the_facts_that_only_opening_finds_out(copied, changed):
         read_info(copied)
 
 
-def test_auto_takes_512_steps_within_bounds_and_keeps_what_learned_tasks_share():
+def test_auto_trains_512_steps_within_bounds_and_keeps_the_settings_of_learned_tasks():
     fits = {num: auto(QUICK_PLUS, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
     assert [fit.epochs for fit in fits.values()] == [128, 128, 27, 17, 16, 16]
     assert auto(QUICK_PLUS, 5000) == QUICK_PLUS
