@@ -27,13 +27,15 @@ def read(name: str):
     return json.loads((DOCS / name).read_text())
 
 
+UNSEEN = ("deit_tiny_96", "deit_tiny_224", "vit_micro_32")
+"""Backbones and image sizes of the study of routers on image sets that none was tuned on."""
 PAGES = {
     "results.md": lambda: tables_of(DOCS / "results/runs"),
     "results_96.md": lambda: tables_of(DOCS / "results_96/runs"),
     "search.md": lambda: search_tables(read_units(DOCS / "results/search/units.json")),
     "concepts/routing.md": lambda: {
         "unseen": compare_streams(
-            [read(f"results/routers_{name}.json") for name in ("deit_tiny_96", "vit_micro_32")]
+            [read(f"results/routers_{name}.json") for name in UNSEEN]
         ).to_markdown()
     },
     "guides/own-data.md": lambda: {

@@ -1358,7 +1358,7 @@ def test_the_router_of_auto_stores_at_most_1_5_mb_without_class_means():
     routers = {
         192: ("lda", "levels"),
         384: ("lda", "early"),
-        768: ("kmeans", "levels"),
+        768: ("lda", "last"),
         1024: ("kmeans", "levels"),
     }
     for width, expected in routers.items():

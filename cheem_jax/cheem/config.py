@@ -4,7 +4,7 @@ smaller values for a CPU."""
 import dataclasses
 from typing import ClassVar, Literal
 
-from cheem_jax.core.routing import RouterConfig, num_stored
+from cheem_jax.core.routing import Reads, RouterConfig, num_stored
 from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token
 
 
@@ -238,13 +238,14 @@ MOST_ROUTER_BYTES = 1_500_000
 def auto_router(width: int, depth: int) -> RouterConfig:
     """Return the router of preset `auto` for a backbone of `width` features and `depth` blocks.
 
-    It is the first of LDA on `levels`, LDA on `early` and k-means on `levels` whose statistics are
-    small enough; this is also the order of their accuracy (docs/concepts/routing.md). The
-    covariance of LDA grows with the square of the width.
+    It is the first of LDA on `levels`, on `early` and on `last`, and of k-means on `levels`, whose
+    statistics are small enough; this is also the order of their accuracy
+    (docs/concepts/routing.md). The covariance of LDA grows with the square of the width.
     """
     if depth < 3:
         return PAPER.router
-    for features in ("levels", "early"):
+    reads: tuple[Reads, ...] = ("levels", "early", "last")
+    for features in reads:
         router = RouterConfig("lda", features)
         if 4 * num_stored(router, router.num_parts(depth) * width, 0) <= MOST_ROUTER_BYTES:
             return router
