@@ -56,8 +56,8 @@ class RouterStudy(cheem_run.StreamInputs):
     """Compare routers on collected runs, or on the images of a stream alone."""
 
     results: Path | None = None
-    """Folder that `experiments/collect.py` wrote. Its runs have the tasks, the backbone and the
-    image size."""
+    """Folder that `experiments/collect.py` wrote. Tasks, backbone and image size are those of its
+    runs."""
     stream: str = cheem_run.DEMO
     """Stream of the images."""
     out: Path = Path("runs/routers")
@@ -72,6 +72,12 @@ def main(settings: RouterStudy) -> None:
         runs = {}
         loaded = load_images(settings, progress)
     else:
+        options = ("tasks", "backbone", "image_size")
+        if given := [name for name in options if getattr(settings, name) is not None]:
+            raise ValueError(
+                f"with --results, the runs determine {', '.join(given)}; omit"
+                f" {', '.join('--' + name.replace('_', '-') for name in given)}, or --results"
+            )
         runs = select(load(settings.results), settings.results)
         loaded = load_images_of(next(iter(runs.values()))[0], settings, progress)
     tasks = loaded.stream.tasks
@@ -118,7 +124,8 @@ def main(settings: RouterStudy) -> None:
     tables = {"shown": shown_grid(study), "all": grid_of(study, rows)}
     page = settings.out / "routers.md"
     write_tables(page, {name: grid.to_markdown() for name, grid in tables.items()}, "Routers")
-    progress.say(f"{len(rows)} routers on {sum(map(len, runs.values()))} runs: {page}")
+    what = f"{sum(map(len, runs.values()))} runs" if runs else f"{len(tasks)} tasks"
+    progress.say(f"{len(rows)} routers on {what}: {page}")
 
 
 def select(cells: Cells, folder: Path) -> Runs:

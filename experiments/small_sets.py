@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 from charts import filled, names_in, write_page
+from studies.searching.units import settings_of
 from study import recorded, seeds_of
 
 import cheem_jax
+from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.cheem.config import DEMO, QUICK, QUICK_PLUS, CheemConfig, auto
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of, parse
@@ -31,7 +33,7 @@ from cheem_jax.run.record import read
 
 Entry = Mapping[str, Any]
 Variant = Callable[[int], CheemConfig]
-"""Settings by the number of training images."""
+"""Maps the number of training images to settings."""
 PER_VALIDATION_IMAGE = 9
 """Training images per validation image, as in `cheem learn` for images without splits."""
 
@@ -49,7 +51,7 @@ def _auto(factor: float = 1, rate: float = 3e-3, augment: bool = False) -> Varia
 
 
 def _paper(num_images: int) -> CheemConfig:
-    """Return settings with the paper's search and the passes over the images of `auto`."""
+    """Return settings with the paper's search and about as many epochs as those of `auto`."""
     epochs = auto(QUICK_PLUS, num_images).finetune.epochs // 2
     is_longer = epochs > QUICK.finetune.epochs
     fit = dataclasses.replace((DEMO if is_longer else QUICK).finetune, epochs=epochs)
@@ -81,13 +83,13 @@ class SmallSets(cheem_run.StreamInputs):
     """demo, or any other value of `experiments/mtil.py --stream`."""
     numbers: str = "60,300,1000"
     """Numbers of training images, separated by commas. A number with fewer than two images per
-    class, or above the task's number of images, is left out for this task."""
+    class, or more than 10 % above the task's number of images, is left out for this task."""
     variants: str = ",".join(VARIANTS)
     """Names of variants, separated by commas."""
     seeds: str = "0"
     """Seeds, separated by commas."""
     run_dir: Path = Path("runs/small_sets")
-    """Folder of record and table; unfinished units resume."""
+    """Folder of record and table; finished units are not repeated."""
 
 
 def main(settings: SmallSets) -> None:
@@ -126,11 +128,12 @@ def main(settings: SmallSets) -> None:
                         "task": task.name,
                         "num_train": len(task.train.labels),
                         "variant": variant,
+                        "settings": settings_of(VARIANTS[variant](len(task.train.labels))),
                         "seed": seed,
                         "data_sha256": data_hash(task),
                     }
                     if not any(place.items() <= entry.items() for entry in read(directory)):
-                        result = learn(settings, task, variant, seed, progress)
+                        result = learn(settings, backbone, task, variant, seed, progress)
                         session.record.write("unit", **place, **result)
     units = [entry for entry in read(directory) if entry["event"] == "unit"]
     grid = grid_of(units)
@@ -150,16 +153,21 @@ def numbers_of(text: str) -> list[int]:
 
 
 def learn(
-    settings: SmallSets, task: Task, variant: str, seed: int, progress: Progress
+    settings: SmallSets,
+    backbone: ViTConfig,
+    task: Task,
+    variant: str,
+    seed: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Learn the task in a temporary memory. Return accuracies and seconds."""
     directory = settings.run_dir / "memory"
     shutil.rmtree(directory, ignore_errors=True)
     memory = cheem_jax.create(
         directory,
-        backbone=settings.backbone or "deit_tiny",
+        backbone=backbone.name,
         weights=settings.weights,
-        image_size=settings.image_size,
+        image_size=backbone.image_size,
         method=VARIANTS[variant](len(task.train.labels)),
         seed=seed,
     )

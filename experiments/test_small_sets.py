@@ -35,10 +35,13 @@ def test_numbers_that_are_not_positive_are_refused(text):
         small_sets.numbers_of(text)
 
 
-def test_both_searches_pass_over_the_images_equally_often():
-    for num in (60, 300, 1000):
+def test_both_searches_pass_over_the_images_about_equally_often():
+    for num in (60, 300, 600, 1000):
         paper, ours = (small_sets.VARIANTS[name](num) for name in ("search", "eliminate"))
-        assert paper.supernet.epochs + paper.finetune.epochs == ours.finetune.epochs
+        assert paper.supernet.epochs + paper.finetune.epochs in (
+            ours.finetune.epochs,
+            ours.finetune.epochs - 1,
+        )
     assert [small_sets.VARIANTS["search"](num).finetune.epochs for num in (60, 1000)] == [64, 8]
     assert small_sets.VARIANTS["augment"](60).augment
     assert small_sets.VARIANTS["half"](60).finetune.epochs == 64
@@ -50,7 +53,6 @@ def test_units_are_learned_once_and_averaged_over_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr("cheem_jax.cheem.config.AUTO_STEPS", 2)
     settings = small_sets.SmallSets(
         tasks="shapes",
-        backbone="vit_nano",
         numbers="20",
         variants="search,eliminate",
         seeds="0,1",

@@ -466,8 +466,10 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
 def test_forget_lists_the_removed_experts(capsys, copied, photos):
     status, out, _ = cheem(capsys, "forget", copied, FIRST)
     assert status == 0 and f"has forgotten '{FIRST}'" in out
-    reasons = [re.sub(r"blocks? [0-9, ]+", "", line) for line in out.splitlines()]
-    assert len(set(reasons)) == len(reasons)  # one line for all blocks with the same reason
+    reasons = [re.sub(r"blocks? [0-9, ]+:", "", line) for line in out.splitlines()]
+    assert "blocks " in out and len(set(reasons)) == len(
+        reasons
+    )  # one line for all blocks with the same reason
     page = (copied / "report.html").read_text()
     assert f"T1 {SECOND}" in page and f" {FIRST}<" not in page
     status, out, _ = cheem(capsys, "info", copied, "--json")

@@ -28,6 +28,7 @@ from cheem_jax.cheem.config import (
     PRESETS,
     QUICK,
     QUICK_PLUS,
+    OpSettings,
     SearchConfig,
     auto,
     auto_router,
@@ -1200,7 +1201,12 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
         cheem_jax.open(run, weights=other)
     started = cheem_jax.begin_with(tmp_path / "pets", run, weights=file)
     assert started.predict(STREAM.tasks[1].test.images) == wanted
+    assert started.config.preset == "auto"
     started.learn(STREAM.tasks[2])
+    method = started.config.method
+    assert (method.sampling, method.fallback) == ("anchored", True)
+    before = cheem_jax.open(run).config.method
+    assert method.router == before.router and method.ops.stored_rank == before.ops.rank
     assert [(task.name, task.number) for task in started.tasks] == [
         ("task0", 0),
         ("task1", 1),
@@ -1352,6 +1358,8 @@ def test_auto_trains_512_steps_within_bounds_and_keeps_the_settings_of_learned_t
     for name in ("router", "placement", "token", "augment", "batch_size", "search"):
         assert getattr(chosen, name) == getattr(limited, name)
     assert auto(chosen, 600) == chosen
+    high = auto(dataclasses.replace(QUICK, ops=OpSettings(rank=128)), 600)
+    assert (high.ops.rank, high.ops.stored_rank) == (128, 128)
 
 
 def test_the_router_of_auto_stores_at_most_1_5_mb_without_class_means():

@@ -220,9 +220,12 @@ def auto(config: CheemConfig, num_images: int) -> CheemConfig:
     """
     steps = -(-num_images // config.batch_size)
     epochs = min(max(-(-AUTO_STEPS // steps), FEWEST_AUTO_EPOCHS), MOST_AUTO_EPOCHS)
+    rank = config.ops.stored_rank
     return dataclasses.replace(
         config,
-        ops=dataclasses.replace(QUICK_PLUS.ops, truncated_rank=config.ops.stored_rank),
+        ops=dataclasses.replace(
+            QUICK_PLUS.ops, rank=max(QUICK_PLUS.ops.rank, rank), truncated_rank=rank
+        ),
         remove=(),
         sampling=QUICK_PLUS.sampling,
         finetune=dataclasses.replace(QUICK_PLUS.finetune, epochs=epochs),
@@ -238,9 +241,9 @@ MOST_ROUTER_BYTES = 1_500_000
 def auto_router(width: int, depth: int) -> RouterConfig:
     """Return the router of preset `auto` for a backbone of `width` features and `depth` blocks.
 
-    It is the first of LDA on `levels`, on `early` and on `last`, and of k-means on `levels`, whose
-    statistics are small enough; this is also the order of their accuracy
-    (docs/concepts/routing.md). The covariance of LDA grows with the square of the width.
+    It is the first of LDA on `levels`, on `early` and on `last` whose statistics are small enough;
+    this is also the order of their accuracy (docs/concepts/routing.md). The covariance of LDA grows
+    with the square of the width, so the widest backbones have k-means on `levels`.
     """
     if depth < 3:
         return PAPER.router

@@ -130,9 +130,10 @@ class Learn(OfData, OfMemory):
     size."""
     preset: LearnPreset | None = None
     """For a new memory: `auto` is the default and uses `quick_plus` with up to 128 epochs for tasks
-    with fewer than 1,000 images; `quick` is sized for a CPU; `paper` uses the paper's settings, and
-    ours if the paper states none; `demo` is for a few hundred small images; `quick_plus` and
-    `cheem_plus` are `quick` and `paper` with another search and another router."""
+    with fewer than 1,000 images, and a router that suits the width of the backbone; `quick` is
+    sized for a CPU; `paper` uses the paper's settings, and ours if the paper states none; `demo` is
+    for a few hundred small images; `quick_plus` and `cheem_plus` are `quick` and `paper` with
+    another search and another router."""
     augment: bool = False
     """For a new memory: crop, flip and change training images randomly in every epoch. Unsuitable
     for images whose mirror image has another meaning, such as text or digits."""
@@ -360,7 +361,7 @@ def _grouped(
     for place, tasks in experts:
         groups.setdefault((place.expert, tuple(tasks)), []).append(str(place.block + 1))
     for (expert, tasks), blocks in groups.items():
-        yield f"expert {expert} of block{'s' * (len(blocks) > 1)} {', '.join(blocks)}", tasks
+        yield f"block{'s' * (len(blocks) > 1)} {', '.join(blocks)}: expert {expert}", tasks
 
 
 def _json_value(item: str | int | PoolPosition | RetainedExpert) -> Any:

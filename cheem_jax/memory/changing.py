@@ -183,12 +183,12 @@ def learn_task(
     before = state.internal
     index, number = len(before.tasks), before.next_number
     if state.config.preset == "auto":
-        method = state.config.method
         # an interrupted task resumes with the settings with which it began
-        if state.interrupted is None:
-            method = auto(method, len(task.train.labels))
+        is_resumed = state.interrupted is not None
+        method = state.config.method
+        method = method if is_resumed else auto(method, len(task.train.labels))
         setup = setup._replace(config=method)
-        if not is_extension:
+        if not (is_extension or is_resumed):
             session.say(
                 f"{task.name}: auto chose {method.finetune.epochs} epochs at the learning rate"
                 f" {method.finetune.learning_rate:g}"

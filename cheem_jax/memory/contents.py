@@ -39,8 +39,7 @@ class MemoryConfig:
     image_size: int
     weights_sha256: str
     method: CheemConfig
-    """Settings of CHEEM. With the preset `auto`, epochs and learning rate are those of the latest
-    task."""
+    """Settings of CHEEM; with the preset `auto`, those of the latest task."""
     preset: str
     seed: int
     seeds: SeedsConfig

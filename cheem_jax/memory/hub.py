@@ -183,7 +183,8 @@ def model_card(memory: OpenMemory, repository: str, license: str | None = None) 
 # {repository.split("/")[-1]}
 
 A memory of cheem_jax: {learned} {len(rows)} tasks.
-They were learned one after another with the preset `{config.preset}` and seed {config.seed}.
+They were learned one after another with the seed {config.seed}.
+New tasks are learned with the preset `{config.preset}`.
 It contains no images.
 
 {table}

@@ -84,6 +84,10 @@ def create(
     if preset not in (presets := {**PRESETS, "auto": QUICK_PLUS}):
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(presets)}")
     config = with_fallback(presets[preset], preset) if method is None else method
+    label = preset
+    if method is not None:
+        equal = (name for name, settings in PRESETS.items() if settings == method)
+        label = next(equal, f"{preset}, changed")
     config = dataclasses.replace(config, augment=config.augment or augment)
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
     if method is None and preset == "auto":
@@ -103,7 +107,7 @@ def create(
         pretrained.config.image_size,
         pretrained.sha256,
         config,
-        preset if method in (None, presets[preset]) else f"{preset}, changed",
+        label,
         seed,
         SeedsConfig(),
         keeps_base=keep_base,

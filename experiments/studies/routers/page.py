@@ -42,7 +42,7 @@ def compare_streams(studies: Sequence[Numbers]) -> Grid:
     names = [
         f"{study['backbone']}, {study['image_size']} pixels, {what}"
         for study in studies
-        for what in ("%", "kB a task")
+        for what in ("%", "kB per task")
     ]
     cells = tuple(
         (

@@ -134,6 +134,12 @@ def test_images_and_weights_that_differ_from_the_runs_are_refused(studied, tmp_p
             router_study.main(dataclasses.replace(settings, results=tmp_path / key))
 
 
+def test_options_that_the_runs_determine_are_refused(tmp_path):
+    settings = router_study.RouterStudy(results=tmp_path, backbone="vit_nano", image_size=32)
+    with pytest.raises(ValueError, match="determine backbone, image_size; omit --backbone, --imag"):
+        router_study.main(settings)
+
+
 def test_folders_without_a_collected_run_are_refused(tmp_path):
     with pytest.raises(ValueError, match="contains no collected run"):
         router_study.main(router_study.RouterStudy(results=tmp_path, out=tmp_path / "out"))
