@@ -27,7 +27,7 @@ from cheem_jax.cli.arguments import arguments_of, parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.data.task import Split, Task
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.report.table import Grid, number, percent
+from cheem_jax.report.table import Grid, percent
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 
@@ -229,18 +229,12 @@ def grid_of(units: Sequence[Entry]) -> Grid:
         "images": [f"{num:,}" for num, _ in places],
     }
     for name, title in TITLES.items():
+        units_of = [groups[place].get(name, []) for place in places]
         columns[f"{title} %"] = [
-            percent(_mean(groups[place].get(name), "test_accuracy")) for place in places
-        ]
-    for name in ("search", "eliminate", "augment"):
-        columns[f"{TITLES[name]}, s"] = [
-            number(_mean(groups[place].get(name), "seconds"), 0) for place in places
+            percent(np.mean([unit["test_accuracy"] for unit in one]) if one else None)
+            for one in units_of
         ]
     return filled("", columns)
-
-
-def _mean(units: Sequence[Entry] | None, field: str) -> float | None:
-    return None if units is None else float(np.mean([unit[field] for unit in units]))
 
 
 if __name__ == "__main__":
