@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
-from cheem_jax.cheem.training import dense_network, train_step, train_steps
+from cheem_jax.cheem.training import dense_network, supernet_score, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
 from cheem_jax.core.ops import Adapt, LowRank, Reuse, trained_params, with_learned
 from cheem_jax.core.pool import dense_experts, grow
 from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
+from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import ProgramCache, Whole
@@ -467,6 +468,27 @@ def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
     assert text.count("stablehlo.while") == 1
     assert "stablehlo.case" not in text
     assert "stablehlo.if" not in text
+
+
+def test_a_scan_scores_a_candidate_with_two_calls_per_batch():
+    scan = Scan(VIT, "mlp_down", steps_per_call=3)
+    calls = []
+    for name in ("_begin", "_pass", "_classify", "take"):
+
+        def counted(*arguments, name=name, function=getattr(scan, name), **options):
+            calls.append(name)
+            return function(*arguments, **options)
+
+        setattr(scan, name, counted)
+    supernet = make_supernet(scan.base_pool)
+    genomes = np.random.default_rng(0).integers(0, 4, (5, len(scan.base_pool)))
+    state = supernet.init()
+    score = supernet_score(
+        scan, supernet, state, HostImages(scan, IMAGES), LABELS, batch_size=len(IMAGES)
+    )
+    assert score(genomes).shape == (5,)
+    assert calls.count("_pass") == calls.count("_classify") == 5
+    assert len(calls) <= 11  # all candidates share the start of the batch
 
 
 def test_the_cache_of_compiled_functions_evicts_the_least_recently_used():
