@@ -473,13 +473,13 @@ def test_a_call_of_the_scan_sends_two_arrays_and_nothing_in_it_branches(block):
 def test_a_scan_scores_a_candidate_with_two_calls_per_batch():
     scan = Scan(VIT, "mlp_down", steps_per_call=3)
     calls = []
+
+    def counted(name, function, *arguments, **options):
+        calls.append(name)
+        return function(*arguments, **options)
+
     for name in ("_begin", "_pass", "_classify", "take"):
-
-        def counted(*arguments, name=name, function=getattr(scan, name), **options):
-            calls.append(name)
-            return function(*arguments, **options)
-
-        setattr(scan, name, counted)
+        setattr(scan, name, functools.partial(counted, name, getattr(scan, name)))
     supernet = make_supernet(scan.base_pool)
     genomes = np.random.default_rng(0).integers(0, 4, (5, len(scan.base_pool)))
     state = supernet.init()
