@@ -342,18 +342,18 @@ def forget_tasks(settings: Forget) -> None:
         f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'}"
         f" that only {who} used; remaining: {remaining}"
     )
-    for where, tasks in _grouped((one.place, one.tasks) for one in forgotten.in_use):
+    for where, tasks in grouped((one.place, one.tasks) for one in forgotten.in_use):
         say(f"{where} stays: used by {', '.join(tasks)}")
-    for where, tasks in _grouped((one.place, one.tasks) for one in forgotten.ancestors):
+    for where, tasks in grouped((one.place, one.tasks) for one in forgotten.ancestors):
         say(
             f"{where} stays, but not as a candidate for new tasks: experts of {', '.join(tasks)}"
             " were adapted from it (--erase stores them in full)"
         )
-    for where, _ in _grouped((place, ()) for place in forgotten.merged):
+    for where, _ in grouped((place, ()) for place in forgotten.merged):
         say(f"{where} is a full expert now")
 
 
-def _grouped(
+def grouped(
     experts: Iterable[tuple[PoolPosition, Sequence[str]]],
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Group experts of equal index and tasks, and describe the position of each group."""
