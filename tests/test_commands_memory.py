@@ -23,8 +23,10 @@ from rich.console import Console
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
 from cheem_jax.cli.main import main
+from cheem_jax.cli.memory import grouped
 from cheem_jax.data.task import Split
 from cheem_jax.memory import create
+from cheem_jax.memory.forgetting import PoolPosition
 from cheem_jax.run.record import read
 from cheem_jax.run.results import results_of
 
@@ -466,8 +468,6 @@ def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos
 def test_forget_lists_the_removed_experts(capsys, copied, photos):
     status, out, _ = cheem(capsys, "forget", copied, FIRST)
     assert status == 0 and f"has forgotten '{FIRST}'" in out
-        reasons
-    )  # one line for all blocks with the same reason
     page = (copied / "report.html").read_text()
     assert f"T1 {SECOND}" in page and f" {FIRST}<" not in page
     status, out, _ = cheem(capsys, "info", copied, "--json")
