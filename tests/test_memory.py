@@ -1205,7 +1205,7 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
     started.learn(STREAM.tasks[2])
     method = started.config.method
     assert (method.sampling, method.fallback) == ("anchored", True)
-    before = cheem_jax.open(run).config.method
+    before = cheem_jax.open(run, weights=file).config.method
     assert method.router == before.router and method.ops.stored_rank == before.ops.rank
     assert [(task.name, task.number) for task in started.tasks] == [
         ("task0", 0),
