@@ -137,7 +137,9 @@ def main(settings: SmallSets) -> None:
                         session.record.write("unit", **place, **result)
     units = [entry for entry in read(directory) if entry["event"] == "unit"]
     grid = grid_of(units)
-    write_page(directory / "small_sets", grid.to_markdown(), {**identity, "units": units}, grid)
+    write_page(
+        directory / "small_sets", grid.to_markdown() + "\n", {**identity, "units": units}, grid
+    )
     progress.console.print(grid.to_rich())
 
 
