@@ -233,7 +233,7 @@ def grid_of(units: Sequence[Entry]) -> Grid:
     for name, title in TITLES.items():
         units_of = [groups[place].get(name, []) for place in places]
         columns[f"{title} %"] = [
-            percent(np.mean([unit["test_accuracy"] for unit in one]) if one else None)
+            percent(float(np.mean([unit["test_accuracy"] for unit in one])) if one else None)
             for one in units_of
         ]
     return filled("", columns)
