@@ -99,6 +99,21 @@ def test_the_sentences_about_the_search_have_the_numbers_of_its_runs():
         assert f"{100 * lost:.1f} points below the network that skips the last two" in text
 
 
+def test_the_guide_compares_the_defaults_as_their_record_does():
+    text = (DOCS / "guides/own-data.md").read_text()
+    runs = read("results/learn_default.json")["runs"]
+    for title, (before, now) in (
+        ("DeiT-Tiny, 96 pixels", runs[:2]),
+        ("vit_micro, 32 pixels", runs[2:]),
+    ):
+        numbers = [
+            f"{100 * np.mean(run[field]):.1f}"
+            for field in ("accuracy", "accuracy_given")
+            for run in (before, now)
+        ]
+        assert f"| {title} | {' | '.join(numbers)} |" in text
+
+
 def cut_off() -> Iterator[float]:
     """Yield accuracies in % after six data sets, of interrupted methods and of finished runs."""
     record = read("results/cut_off.json")
