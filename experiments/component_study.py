@@ -32,11 +32,10 @@ from studies.components.learning import (
     units_at,
 )
 from studies.paper.printed import Cell, printed
-from study import recorded, seeds_of
+from study import load_stream, recorded, seeds_of
 
 from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
-from cheem_jax.cheem.config import PRESETS as CHEEM_PRESETS
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of, parse
 from cheem_jax.cli.running import run_command
@@ -82,11 +81,7 @@ def main(settings: ComponentStudy) -> None:
     progress = Progress()
     components = learning.components_of(settings.components)
     seeds = seeds_of(settings.seeds)
-    data = {
-        field.name: getattr(settings, field.name)
-        for field in dataclasses.fields(cheem_run.StreamInputs)
-    }
-    loaded = cheem_run.load(cheem_run.RunSettings(cheem=CHEEM_PRESETS["quick"], **data), progress)
+    loaded = load_stream(settings, progress)
     training = PRESETS[settings.preset]
     command = ["experiments/component_study.py", *arguments_of(settings)]
     learn(

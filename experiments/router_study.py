@@ -26,6 +26,7 @@ from studies.paper.collected import Cells, Collected, Correct, is_compared, load
 from studies.paper.paired import accuracy_difference
 from studies.routers.page import grid_of, shown_grid
 from studies.routers.trying import Trial, attempt, candidates, features_of_task, title_of
+from study import load_stream
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_flops
@@ -70,7 +71,7 @@ def main(settings: RouterStudy) -> None:
     check_folder("--out", settings.out)
     if settings.results is None:
         runs = {}
-        loaded = load_images(settings, progress)
+        loaded = load_stream(settings, progress)
     else:
         options = ("tasks", "backbone", "image_size")
         if given := [name for name in options if getattr(settings, name) is not None]:
@@ -79,7 +80,7 @@ def main(settings: RouterStudy) -> None:
                 f" {', '.join('--' + name.replace('_', '-') for name in given)}, or --results"
             )
         runs = select(load(settings.results), settings.results)
-        loaded = load_images_of(next(iter(runs.values()))[0], settings, progress)
+        loaded = load_images(next(iter(runs.values()))[0], settings, progress)
     tasks = loaded.stream.tasks
     vit = build(loaded.pretrained.config, loaded.pretrained.params)
     executor = make_executor(vit, "mlp_down", EngineConfig(), batch_size=BATCH_SIZE)
@@ -139,16 +140,7 @@ def select(cells: Cells, folder: Path) -> Runs:
     return {cell.title: list(cells[cell].values()) for cell in selected}
 
 
-def load_images(settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
-    """Load the weights and images of the stream."""
-    fields = {
-        field.name: getattr(settings, field.name)
-        for field in dataclasses.fields(cheem_run.StreamInputs)
-    }
-    return cheem_run.load(dataclasses.replace(cheem_run.read_arguments([]), **fields), progress)
-
-
-def load_images_of(one: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
+def load_images(one: Collected, settings: RouterStudy, progress: Progress) -> cheem_run.Loaded:
     """Load the weights and images of the runs. Raises ValueError if they differ from those of the
     runs."""
     results = one.run.results
@@ -159,7 +151,7 @@ def load_images_of(one: Collected, settings: RouterStudy, progress: Progress) ->
         tasks=",".join(one.run.order),
         split_seed=one.record["data"].get("split_seed", 0),
     )
-    loaded = load_images(source, progress)
+    loaded = load_stream(source, progress)
     check_same(one.run, loaded.stream, loaded.pretrained)
     return loaded
 

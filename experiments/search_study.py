@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from charts import names_in
 from studies.searching.report import FIRST, write
 from studies.searching.units import RECIPES, TaskUnits
-from study import recorded, seeds_of
+from study import load_stream, recorded, seeds_of
 
 from cheem_jax.baselines.catalogue import FrozenNetworks
 from cheem_jax.cheem.config import CheemConfig
@@ -89,24 +89,21 @@ def main(settings: SearchStudy) -> None:
         seeds_of(settings.seeds),
         [] if settings.behind is None else [name.strip() for name in settings.behind.split(",")],
     )
-    fields = {
-        field.name: getattr(settings, field.name)
-        for field in dataclasses.fields(cheem_run.StreamInputs)
-    }
+    tasks = settings.tasks
     if settings.tasks is not None:
         asked = [name.strip() for name in settings.tasks.split(",")]
-        fields["tasks"] = ",".join(
-            [*plan.behind, *(name for name in asked if name not in plan.behind)]
-        )
-    source = cheem_run.RunSettings(
-        **fields,
+        tasks = ",".join([*plan.behind, *(name for name in asked if name not in plan.behind)])
+    loaded = load_stream(
+        settings,
+        progress,
+        tasks=tasks,
         base_data=settings.base_data,
         engine=settings.engine,
         cheem=RECIPES["quick"].config,
     )
     study(
         settings.run_dir,
-        cheem_run.load(source, progress),
+        loaded,
         plan,
         progress,
         engine=settings.engine,

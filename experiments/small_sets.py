@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from charts import filled, names_in, write_page
 from studies.searching.units import settings_of
-from study import recorded, seeds_of
+from study import load_stream, recorded, seeds_of
 
 import cheem_jax
 from cheem_jax.backbone.config import ViTConfig
@@ -98,11 +98,7 @@ def main(settings: SmallSets) -> None:
     variants = names_in("--variants", settings.variants, VARIANTS)
     seeds = seeds_of(settings.seeds)
     numbers = numbers_of(settings.numbers)
-    fields = {
-        field.name: getattr(settings, field.name)
-        for field in dataclasses.fields(cheem_run.StreamInputs)
-    }
-    loaded = cheem_run.load(cheem_run.RunSettings(**fields, cheem=QUICK), progress)
+    loaded = load_stream(settings, progress)
     backbone = loaded.pretrained.config
     identity = {
         "format": "cheem_jax-small_sets/1",

@@ -77,6 +77,19 @@ def recorded(
         yield session
 
 
+def load_stream(
+    settings: cheem_run.StreamInputs, progress: Progress, **more: Any
+) -> cheem_run.Loaded:
+    """Load the weights and images of a study that does not consist of runs. `more` are further
+    settings of a run, or replace those of the study."""
+    fields = {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(cheem_run.StreamInputs)
+    }
+    values = {"cheem": PRESETS["quick"], **fields, **more}
+    return cheem_run.load(cheem_run.RunSettings(**values), progress)
+
+
 class Variant(NamedTuple):
     """One row of a study: a method with changes to its settings (by dotted name) and to those of
     the run."""
