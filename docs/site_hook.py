@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 FILES = ("CITATION.cff", "LICENSE")
 FOLDER = "project"
-WIDE = ("results.md", "results_96.md")
+WIDE = ("results.md",)
 """Pages whose tables need the place of the list of contents."""
 LINK = re.compile(r"(\]\()([^)\s#:]+)(?=[)#])")
 LOG = re.compile(r"\[([^\]]+)\]\((?:\.\./)*LOG\.md\)")

@@ -1,6 +1,8 @@
 """Pages of the docs: their tables and the numbers in their text are those of the records."""
 
+import functools
 import json
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,6 @@ UNSEEN = ("deit_tiny_96", "deit_tiny_224", "vit_micro_32")
 """Backbones and image sizes of the study of routers on image sets that none was tuned on."""
 PAGES = {
     "results.md": lambda: tables_of(DOCS / "results/runs"),
-    "results_96.md": lambda: tables_of(DOCS / "results_96/runs"),
     "search.md": lambda: search_tables(read_units(DOCS / "results/search/units.json")),
     "concepts/routing.md": lambda: {
         "unseen": compare_streams(
@@ -50,7 +51,7 @@ PAGES = {
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.full] if page == "results_96.md" else [])
+        pytest.param(page, marks=[pytest.mark.full] if page == "results.md" else [])
         for page in PAGES
     ],
 )
@@ -115,15 +116,13 @@ def test_the_guide_compares_the_defaults_as_their_record_does():
 
 
 def cut_off() -> Iterator[float]:
-    """Yield accuracies in % after six data sets, of interrupted methods and of finished runs."""
+    """Yield accuracies in % after six data sets, of uniform sampling and of CHEEM."""
     record = read("results/cut_off.json")
     num = len(record["tasks"])
-    for method in record["methods"].values():
-        yield from (np.mean(method["accuracy"]), np.mean(method["given"]))
-    for name in ("cheem-closed_form", "cheem", "lora_cl", "s_prompts", "frozen_linear"):
-        run = read(f"results/runs/{name}/seed-0/results.json")
-        assert [task["name"] for task in run["tasks"]][:num] == record["tasks"]
-        yield 100 * np.mean(run["accuracy"][num - 1][:num])
+    yield np.mean(record["methods"]["cheem-uniform"]["accuracy"])
+    run = read("results/runs/cheem/seed-0/results.json")
+    assert [task["name"] for task in run["tasks"]][:num] == record["tasks"]
+    yield 100 * np.mean(run["accuracy"][num - 1][:num])
 
 
 def omniglot() -> Iterator[float]:
@@ -147,70 +146,60 @@ def omniglot() -> Iterator[float]:
         yield 100 * read(f"results/runs/{name}/seed-0/results.json")["local_accuracy"][-1][place]
 
 
-def minutes(page: str) -> Iterator[float]:
-    """Yield the mean minutes of each method."""
-    for method in ("cheem", "cheem-closed_form", "lora_cl", "frozen_linear", "full_finetune"):
-        files = sorted((DOCS / page / "runs" / method).glob("*/results.json"))
-        if files:
-            yield np.mean([json.loads(file.read_text())["seconds"] / 60 for file in files])
+def routers_at_96() -> Iterator[float]:
+    """Yield accuracies in % with the router that was chosen at 96 pixels."""
+    methods = read("results/routers_96.json")["chosen"]["methods"]
+    yield from (100 * methods[name]["accuracy"] for name in ("CHEEM", "LoRA-CL"))
 
 
-def images() -> Iterator[float]:
-    """Yield the number of images of each split."""
-    tasks = read("results/runs/cheem/seed-0/results.json")["tasks"]
-    for split in ("train", "val", "test"):
-        yield sum(task[f"num_{split}"] for task in tasks)
+def mean_of(method: str, path: tuple[str, ...]) -> float:
+    """Compute the mean over runs of the measure at a path in their results."""
+    files = (DOCS / "results/runs" / method).glob("*/results.json")
+    results = [json.loads(file.read_text()) for file in files]
+    return float(np.mean([functools.reduce(operator.getitem, path, run) for run in results]))
 
 
-def routers(page: str) -> Iterator[float]:
-    study = read(f"{page}/routers.json")
-    for method in study["chosen"]["methods"].values():
-        yield from (100 * method["accuracy"], 100 * method["gain"]["value"])
-    yield from (100 * study["same_answers"], 100 * study["near_best"])
+def costs() -> Iterator[float]:
+    """Yield CHEEM's loss by the inferred task ID and the headroom of LoRA-CL, in points, and the
+    number of training images."""
+    means = {
+        (method, measure): 100 * mean_of(method, (measure,))
+        for method in ("cheem-closed_form", "lora_cl", "full_finetune")
+        for measure in ("average_accuracy", "local_average_accuracy")
+    }
+    given = "local_average_accuracy"
+    yield means["cheem-closed_form", given] - means["cheem-closed_form", "average_accuracy"]
+    yield means["full_finetune", given] - means["lora_cl", given]
+    yield sum(task["num_train"] for task in read("results/runs/cheem/seed-0/results.json")["tasks"])
 
 
-def more_of_96() -> Iterator[float]:
-    """Yield the accuracies of seed 0 on two processors, and the FLOPs of TUNA divided by those of
-    CHEEM."""
-    runs = [read(f"results_96/{folder}/cheem/seed-0/results.json") for folder in ("again", "runs")]
-    yield from (100 * run["average_accuracy"] for run in runs)
-    flops = [
-        np.mean([json.loads(file.read_text())["flops"]["paper"] for file in files])
-        for method in ("tuna", "cheem")
-        if (files := list((DOCS / f"results_96/runs/{method}").glob("*/results.json")))
-    ]
-    yield flops[0] / flops[1]
+def facts() -> Iterator[float]:
+    """Yield the numbers in the text of the page of results that its tables do not have."""
+    for numbers in (cut_off, omniglot, routers_at_96, costs):
+        yield from numbers()
 
 
-FACTS = {
-    "results.md": lambda: [
-        *cut_off(),
-        *omniglot(),
-        *minutes("results"),
-        *images(),
-        *routers("results"),
-    ],
-    "results_96.md": lambda: [*minutes("results_96"), *routers("results_96"), *more_of_96()],
-}
-ELSEWHERE = {
-    "results.md": {"1.0", "0.5", "0.05", "89.3", "11.2", "0.11", "10,000"},
-    "results_96.md": {"0.05", "0.12", "0.17", "0.40", "0.62", "0.10", "10,000"},
-}
+ELSEWHERE = {"1.0", "0.5", "0.05", "89.3", "0.10", "0.11", "10,000"}
 """Further numbers in the text: the level of p, ends of the interval without omniglot, numbers of
 the search's page, versions of JAX, and the number of resamples."""
 
 
-@pytest.mark.parametrize("page", FACTS)
-def test_the_numbers_in_the_text_of_a_page_are_those_of_its_records(page):
-    text = (DOCS / page).read_text()
+def test_the_numbers_in_the_text_of_the_results_are_those_of_the_records():
+    text = (DOCS / "results.md").read_text()
     tables = " ".join(table for _, table in TABLE.findall(text))
-    facts = {f"{abs(value):.{digits}f}" for value in FACTS[page]() for digits in (1, 2)}
-    facts |= {f"{value:,.0f}" for value in FACTS[page]()} | {f"{100 * largest_gap():.1f}"}
-    expected = facts | set(NUMBER.findall(tables)) | ELSEWHERE[page]
+    values = list(facts())
+    expected = {f"{abs(value):.{digits}f}" for value in values for digits in (1, 2)}
+    expected |= {f"{value:,.0f}" for value in values} | {f"{100 * largest_gap():.1f}"}
+    expected |= set(NUMBER.findall(tables)) | ELSEWHERE
     prose = re.sub(r"```.*?```|`[^`]*`", "", TABLE.sub("", text), flags=re.DOTALL)
     quoted = set(NUMBER.findall(prose))
     assert len(quoted) > 20
     assert sorted(quoted - expected) == []
+    shares = [
+        100 * np.divide(*(mean_of(method, measure) for method in ("cheem-closed_form", "lora_cl")))
+        for measure in (("params_added_percent",), ("flops", "paper"))
+    ]
+    assert "{:.0f} % of the parameters and {:.0f} % of the FLOPs".format(*shares) in text
 
 
 def test_the_results_of_the_readme_are_those_of_the_page():

@@ -192,7 +192,7 @@ QUICK_PLUS = _plus(QUICK)
 
 All epochs train the target network, at a rank that is truncated afterwards. It is about as accurate
 as LoRA-CL, with fewer parameters and FLOPs (docs/search.md). The router is more accurate than the
-paper's router on small real data sets (docs/results_96.md). These settings were measured with the
+paper's router on small real data sets (docs/results.md). These settings were measured with the
 epochs of `quick`; `cheem_plus` has those of `paper`.
 """
 

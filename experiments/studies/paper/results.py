@@ -15,6 +15,7 @@ from pages import write_tables
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
+from studies.paper.agreement import agreement_grid
 from studies.paper.claims import claim_grid, compare, number_cells, searches
 from studies.paper.collected import Cell, Cells, is_compared, is_usual, load, usual_cell
 from studies.routers.page import shown_grid
@@ -51,10 +52,15 @@ def tables_of(results: Path) -> dict[str, str]:
     """Make the Markdown tables, keyed by name.
 
     The `routers.json` of `router_study.py` and the `chosen.json` of `compare.py --choose` can be
-    next to the folder `results`.
+    next to the folder `results`, and so can runs with smaller images, in a folder such as
+    `runs_96`.
     """
     cells = load(results)
     rows = rows_of(cells)
+    smaller = {
+        folder.name.rpartition("_")[2]: load(folder)
+        for folder in sorted(results.parent.glob(f"{results.name}_*"))
+    }
     routers, chosen = (
         json.loads(file.read_text()) if (file := results.with_name(name)).is_file() else None
         for name in ("routers.json", "chosen.json")
@@ -63,6 +69,12 @@ def tables_of(results: Path) -> dict[str, str]:
     claims = claim_grid(cells)
     if claims.rows:
         grids["claims"] = claims
+        streams = {str(rows[0].runs[0]["image_size"]): cells, **smaller}
+        grids["agreement"] = agreement_grid(
+            {f"{size} pixels": runs for size, runs in streams.items()}
+        )
+    for name, runs in smaller.items():
+        grids[f"methods_{name}"] = method_grid(rows_of(runs), runs).without(DETAILS)
     if routers:
         grids["routers"] = shown_grid(routers)
     grids["settings"] = setting_grid(cells, chosen or [])
@@ -94,6 +106,10 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "params_stored": ("params stored, k", lambda v: f"{v / 1e3:,.0f}"),
     "seconds": ("minutes", lambda v: f"{v / 60:.1f}"),
 }
+
+
+DETAILS = ("MFLOPs, executed", "params stored, k", "minutes")
+"""Columns that the table of smaller images omits."""
 
 
 def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
