@@ -40,7 +40,7 @@ demo: $(VENV)/.base ## learn the bundled stream of small tasks on this machine, 
 test: $(VENV)/.test ## a test of every kind, about five minutes on two cores; no torch, TensorFlow, network or GPU
 	@XLA_FLAGS="$(QUICK_COMPILING) $${XLA_FLAGS:-}" $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-all: $(VENV)/.test ## those of `make test` and those marked `full`; a quarter of an hour
+test-all: $(VENV)/.test ## those of `make test` and those marked `full`; three quarters of an hour on two cores
 	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not convert and not prepare and not browser" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the tests that take minutes or install packages

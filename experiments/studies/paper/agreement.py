@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cheem_jax.report.table import NONE, Grid
-from studies.paper.claims import CHEEM, CLAIMS, NOT_RUN, Verdict, number_cells, searches
+from cheem_jax.report.table import METHODS, NONE, Grid
+from studies.paper.claims import CHEEM, CLAIMS, NOT_RUN, Verdict, compare, number_cells, searches
 from studies.paper.collected import Cell as Runs
 from studies.paper.collected import Cells
 from studies.paper.printed import UPPER_BOUND, Cell, printed
@@ -42,12 +42,12 @@ PAIRS = {
         "cheem", "cheem", "params_added_percent", BOTH
     ),
     **{
-        f"S-Prompts − {title}": Pair("s_prompts", method)
-        for method, title in (
-            ("l2p", "L2P"),
-            ("dualprompt", "DualPrompt"),
-            ("coda_prompt", "CODA-Prompt"),
-        )
+        f"CHEEM − {METHODS[method]}": Pair("cheem", method)
+        for method in ("tuna", "moal", "diki", "ewc")
+    },
+    **{
+        f"S-Prompts − {METHODS[method]}": Pair("s_prompts", method)
+        for method in ("l2p", "dualprompt", "coda_prompt")
     },
 }
 """Printed differences, keyed by the comparison in the table of claims."""
@@ -57,7 +57,7 @@ def agreement_grid(streams: Mapping[str, Cells]) -> Grid:
     """Make a row for each difference that the paper prints, with a column for each of its streams
     and backbones and for each search in `streams`: runs keyed by a title such as the image size.
 
-    Our cells have the difference, its 95 % interval, and the verdict on the claim.
+    Our cells have the difference, its 95 % interval, and the verdict if it is one of the claims.
     """
     columns = {"compared": list(PAIRS)}
     for title, (stream, backbone) in STREAMS.items():
@@ -70,37 +70,38 @@ def agreement_grid(streams: Mapping[str, Cells]) -> Grid:
                 verdicts.setdefault(one.compared, one)
         for search in searches(cells):
             columns[f"{search.title}, {place}"] = [
-                _measured(verdicts.get(_with_search(compared, search))) for compared in PAIRS
+                _measured(compared, pair, search, cells, verdicts)
+                for compared, pair in PAIRS.items()
             ]
     rows = tuple(zip(*columns.values(), strict=True))
     return Grid("", tuple(columns), rows, 1)
 
 
-def _with_search(compared: str, search: Runs) -> str:
-    """Return the title of a comparison in the table of claims, for a search."""
-    if search == CHEEM:
-        return compared
-    if CHEEM.title in compared:
-        return compared.replace(CHEEM.title, search.title)
-    return f"{search.title}: {compared}"  # HEE and uniform sampling; others exist only once
-
-
-def _measured(one: Verdict | None) -> str:
+def _measured(
+    compared: str, pair: Pair, search: Runs, cells: Cells, verdicts: Mapping[str, Verdict]
+) -> str:
+    title = compared
+    if search != CHEEM:  # the table of claims has comparisons without CHEEM only once
+        title = compared.replace(CHEEM.title, search.title)
+        title = title if title != compared else f"{search.title}: {compared}"
+    one = verdicts.get(title)
+    if one is None and pair.ours == CHEEM.method and not any(pair.variants):
+        one = compare(title, cells, search, Runs(pair.theirs))
+        one = one._replace(word=one.word if one.word == NOT_RUN else "")
     if one is None or one.word == NOT_RUN:
         return NONE
     value, interval, *_ = number_cells(one)
-    return f"{value.split()[0]} ({interval}), {one.word}"
+    return f"{value.split()[0]} ({interval})" + (one.word and f", {one.word}")
 
 
 def _printed(pair: Pair, stream: str, backbone: str) -> str:
-    tables = ("sampling",) if any(pair.variants) else ("full", "clip")
-    numbers = [
-        number.value
+    tables = ("sampling",) if any(pair.variants) else ("full", "clip", "breakdown")
+    sides = [
+        Cell(stream, backbone, method, pair.measure, variant)
         for method, variant in zip(pair[:2], pair.variants, strict=True)
-        for name in tables
-        if (number := printed()[name].get(Cell(stream, backbone, method, pair.measure, variant)))
     ]
-    if len(numbers) < 2:
-        return NONE
-    text = f"{numbers[0] - numbers[1]:+.1f}"
-    return "0.0" if text == "-0.0" else text.replace("-", "−")
+    for table in (printed()[name] for name in tables):
+        if all(side in table for side in sides):
+            text = f"{table[sides[0]].value - table[sides[1]].value:+.1f}"
+            return "0.0" if text == "-0.0" else text.replace("-", "−")
+    return NONE

@@ -12,6 +12,8 @@ from studies.searching.report import COSTS, FIRST, accuracies_by_task, draw, gai
 from studies.searching.units import RANKS, Entry
 
 WINNER = "backward-90/32"
+UNSEEN = ("caltech101", "food10", "mnist", "daimler_pedestrians", "cifar10")
+"""Sets on which no search was developed."""
 TITLES = {
     "reuse": "all Reuse",
     "quick": "paper's search",
@@ -40,6 +42,8 @@ class Compared(NamedTuple):
     image_size: int
     is_first: bool
     recipes: tuple[str, ...]
+    is_unseen: bool = False
+    """Whether the sets are those of `UNSEEN`, or all others."""
 
 
 TABLES = {
@@ -50,6 +54,9 @@ TABLES = {
             *("quick", "plus", "lora-64", "backward-90"),
             *(f"backward-90/{rank}" for rank in RANKS),
         ),
+    ),
+    "unseen": Compared(
+        96, True, ("quick", "lora-64", *(f"backward-90/{rank}" for rank in RANKS)), is_unseen=True
     ),
     "behind": Compared(96, False, ("reuse", "quick", "plus-finalists", WINNER)),
     "at_224": Compared(
@@ -62,7 +69,12 @@ TABLES = {
     ),
 }
 """Compared units, keyed by the table's name on the page."""
-NAMES = {"first": "first task, 96 pixels", "behind": "fourth task, 96", "at_224": "first task, 224"}
+NAMES = {
+    "first": "first task, 96 pixels",
+    "unseen": "first task, 96, unseen sets",
+    "behind": "fourth task, 96",
+    "at_224": "first task, 224",
+}
 """Titles of settings, keyed by the table's name."""
 
 
@@ -86,6 +98,7 @@ def select(units: Sequence[Entry], compared: Compared) -> list[Entry]:
         for unit in units
         if unit["image_size"] == compared.image_size
         and (unit["position"] == FIRST) == compared.is_first
+        and (unit["task"] in UNSEEN) == compared.is_unseen
         and unit["recipe"] in compared.recipes
         and unit["rate"] == 3e-3
     ]
@@ -169,7 +182,7 @@ def difference_grid(units: Sequence[Entry]) -> Grid:
     recipes. The past of LoRA-CL does not matter, so it is compared as a first task everywhere."""
     rows = []
     for name, compared in TABLES.items():
-        lora = select(units, Compared(compared.image_size, True, ("lora-64",)))
+        lora = select(units, compared._replace(is_first=True, recipes=("lora-64",)))
         others = [unit for unit in select(units, compared) if unit["recipe"] != "lora-64"]
         by_task = accuracies_by_task([*others, *lora])
         for recipe in dict.fromkeys((*compared.recipes, "lora-64")):
