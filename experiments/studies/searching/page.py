@@ -20,6 +20,7 @@ TITLES = {
     "plus": "closed form",
     "plus-finalists": "closed form, earlier",
     "lora-64": "LoRA-CL",
+    "lora-64/32": "LoRA-CL, rank 32",
     "backward-90-any/32": "any block skipped",
     "last-2/32": "last two skipped",
     "backward-90": "elimination",
@@ -42,8 +43,8 @@ class Compared(NamedTuple):
     image_size: int
     is_first: bool
     recipes: tuple[str, ...]
-    is_unseen: bool = False
-    """Whether the sets are those of `UNSEEN`, or all others."""
+    is_unseen: bool | None = False
+    """Whether the sets are those of `UNSEEN`, or all others; None: all sets."""
 
 
 TABLES = {
@@ -69,13 +70,14 @@ TABLES = {
     ),
 }
 """Compared units, keyed by the table's name on the page."""
-NAMES = {
-    "first": "first task, 96 pixels",
-    "unseen": "first task, 96, unseen sets",
-    "behind": "fourth task, 96",
-    "at_224": "first task, 224",
+SETTINGS = {
+    "first task, 96 pixels, all sets": Compared(96, True, ("quick", WINNER), None),
+    "developed on": TABLES["first"],
+    "unseen": TABLES["unseen"],
+    "fourth task, 96": TABLES["behind"],
+    "first task, 224": TABLES["at_224"],
 }
-"""Titles of settings, keyed by the table's name."""
+"""Units of the table of differences, keyed by title."""
 
 
 def read(file: Path) -> list[Entry]:
@@ -98,7 +100,7 @@ def select(units: Sequence[Entry], compared: Compared) -> list[Entry]:
         for unit in units
         if unit["image_size"] == compared.image_size
         and (unit["position"] == FIRST) == compared.is_first
-        and (unit["task"] in UNSEEN) == compared.is_unseen
+        and compared.is_unseen in (None, unit["task"] in UNSEEN)
         and unit["recipe"] in compared.recipes
         and unit["rate"] == 3e-3
     ]
@@ -180,14 +182,15 @@ def draw_page(units: Sequence[Entry], file: Path) -> None:
 def difference_grid(units: Sequence[Entry]) -> Grid:
     """Make the table of differences between backward elimination, truncated to rank 32, and other
     recipes. The past of LoRA-CL does not matter, so it is compared as a first task everywhere."""
+    loras = ("lora-64", "lora-64/32")
     rows = []
-    for name, compared in TABLES.items():
-        lora = select(units, compared._replace(is_first=True, recipes=("lora-64",)))
-        others = [unit for unit in select(units, compared) if unit["recipe"] != "lora-64"]
+    for title, compared in SETTINGS.items():
+        lora = select(units, compared._replace(is_first=True, recipes=loras))
+        others = [unit for unit in select(units, compared) if unit["recipe"] not in loras]
         by_task = accuracies_by_task([*others, *lora])
-        for recipe in dict.fromkeys((*compared.recipes, "lora-64")):
+        for recipe in dict.fromkeys((*compared.recipes, *loras)):
             difference = gain(by_task, WINNER, recipe)
             if recipe not in (WINNER, "reuse") and not recipe.startswith("backward"):
                 cells = (points(difference), str(difference["num"])) if difference else (NONE, "0")
-                rows.append((NAMES[name], TITLES[recipe], *cells))
+                rows.append((title, TITLES[recipe], *cells))
     return Grid("", ("setting", "minus", "points", "sets"), tuple(rows), 2)

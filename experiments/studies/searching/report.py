@@ -77,7 +77,7 @@ def gain(rows: Sequence[Numbers], recipe: str, other: str) -> dict[str, Any] | N
     for row in rows:
         ours = row["recipes"].get(recipe)
         theirs = row["recipes"].get(other)
-        if other in LORA:
+        if other.partition("/")[0] in LORA:
             theirs = first.get(row["task"], {}).get(other)
         if ours is None or theirs is None:
             continue
