@@ -38,14 +38,14 @@ PER_VALIDATION_IMAGE = 9
 """Training images per validation image, as in `cheem learn` for images without splits."""
 
 
-def _auto(factor: float = 1, rate: float = 3e-3, augment: bool = False) -> Variant:
+def _auto(factor: float = 1, rate: float = 3e-3, augment: bool = True) -> Variant:
     """Make a variant of preset `auto` with `factor` times its epochs."""
 
     def config(num_images: int) -> CheemConfig:
-        chosen = auto(dataclasses.replace(QUICK_PLUS, augment=augment), num_images)
+        chosen = auto(QUICK_PLUS, num_images)
         epochs = round(factor * chosen.finetune.epochs)
         finetune = dataclasses.replace(chosen.finetune, epochs=epochs, learning_rate=rate)
-        return dataclasses.replace(chosen, finetune=finetune)
+        return dataclasses.replace(chosen, finetune=finetune, augment=augment)
 
     return config
 
@@ -60,17 +60,19 @@ def _paper(num_images: int) -> CheemConfig:
 
 VARIANTS: dict[str, Variant] = {
     "search": _paper,
-    "eliminate": _auto(),
+    "plain": _auto(augment=False),
+    "auto": _auto(),
     "half": _auto(0.5),
+    "double": _auto(2),
     "slow": _auto(rate=1e-3),
-    "augment": _auto(augment=True),
 }
 TITLES = {
     "search": "paper's search",
-    "eliminate": "`auto`",
+    "plain": "not augmented",
+    "auto": "`auto`",
     "half": "half the epochs",
+    "double": "twice the epochs",
     "slow": "rate 0.001",
-    "augment": "`auto --augment`",
 }
 """Titles of variants in tables."""
 
@@ -216,7 +218,7 @@ def share(task: Task, number: int, seed: int) -> Task:
 
 def grid_of(units: Sequence[Entry]) -> Grid:
     """Make the table of test accuracies, with one row per task and number of images, sorted by this
-    number. Seeds are averaged."""
+    number, and a column for each variant that was measured. Seeds are averaged."""
     groups: dict[tuple[int, str], dict[str, list[Entry]]] = {}
     for unit in units:
         variants = groups.setdefault((unit["num_train"], unit["task"]), {})
@@ -226,7 +228,10 @@ def grid_of(units: Sequence[Entry]) -> Grid:
         "set": [task for _, task in places],
         "images": [f"{num:,}" for num, _ in places],
     }
+    measured = {unit["variant"] for unit in units}
     for name, title in TITLES.items():
+        if name not in measured:
+            continue
         units_of = [groups[place].get(name, []) for place in places]
         columns[f"{title} %"] = [
             percent(float(np.mean([unit["test_accuracy"] for unit in one])) if one else None)

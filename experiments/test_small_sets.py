@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import small_sets
 
+from cheem_jax.cheem.config import QUICK_PLUS, auto
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.run.record import read
 
@@ -37,13 +38,14 @@ def test_numbers_that_are_not_positive_are_refused(text):
 
 def test_both_searches_pass_over_the_images_about_equally_often():
     for num in (60, 300, 600, 1000):
-        paper, ours = (small_sets.VARIANTS[name](num) for name in ("search", "eliminate"))
+        paper, ours = (small_sets.VARIANTS[name](num) for name in ("search", "auto"))
         assert paper.supernet.epochs + paper.finetune.epochs in (
             ours.finetune.epochs,
             ours.finetune.epochs - 1,
         )
     assert [small_sets.VARIANTS["search"](num).finetune.epochs for num in (60, 1000)] == [64, 8]
-    assert small_sets.VARIANTS["augment"](60).augment
+    assert small_sets.VARIANTS["auto"](60) == auto(QUICK_PLUS, 60)
+    assert not small_sets.VARIANTS["plain"](60).augment
     assert small_sets.VARIANTS["half"](60).finetune.epochs == 64
 
 
@@ -54,7 +56,7 @@ def test_units_are_learned_once_and_averaged_over_seeds(tmp_path, monkeypatch):
     settings = small_sets.SmallSets(
         tasks="shapes",
         numbers="20",
-        variants="eliminate",
+        variants="auto",
         seeds="0,1",
         run_dir=tmp_path / "study",
     )
@@ -69,5 +71,5 @@ def test_units_are_learned_once_and_averaged_over_seeds(tmp_path, monkeypatch):
     assert saved["units"] == units[0]
     rows = small_sets.grid_of(units[0]).rows
     mean = np.mean([one["test_accuracy"] for one in units[0]])
-    assert len(rows) == 1 and rows[0][2:4] == ("–", f"{100 * mean:.1f}")
+    assert len(rows) == 1 and rows[0][2:] == (f"{100 * mean:.1f}",)
     assert Path(tmp_path / "study/small_sets.md").read_text().count("\n") == 3

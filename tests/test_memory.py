@@ -1347,15 +1347,15 @@ def test_info_omits_the_facts_that_only_opening_finds_out(copied, changed):
 def test_auto_trains_512_steps_within_bounds_and_keeps_the_settings_of_learned_tasks():
     fits = {num: auto(QUICK_PLUS, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
     assert [fit.epochs for fit in fits.values()] == [128, 128, 27, 17, 16, 16]
-    assert auto(QUICK_PLUS, 5000) == QUICK_PLUS
+    assert auto(QUICK_PLUS, 5000) == dataclasses.replace(QUICK_PLUS, augment=True)
     limited = dataclasses.replace(
-        DEMO, augment=True, batch_size=8, remove=("skip",), search=SearchConfig(max_flops=0.8)
+        DEMO, batch_size=8, remove=("skip",), search=SearchConfig(max_flops=0.8)
     )
     chosen = auto(limited, 600)
     assert (chosen.sampling, chosen.remove, chosen.fallback) == ("anchored", (), True)
     assert (chosen.ops.rank, chosen.ops.stored_rank) == (64, DEMO.ops.rank)
     assert chosen.finetune.epochs == 16 and chosen.finetune.schedule == "warm_cosine"
-    for name in ("router", "placement", "token", "augment", "batch_size", "search"):
+    for name in ("router", "placement", "token", "batch_size", "search"):
         assert getattr(chosen, name) == getattr(limited, name)
     assert auto(chosen, 600) == chosen
     high = auto(dataclasses.replace(QUICK, ops=OpSettings(rank=128)), 600)
@@ -1380,20 +1380,20 @@ def test_the_router_of_auto_stores_at_most_1_5_mb_without_class_means():
 def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeypatch, capsys):
     for name, num in (("AUTO_STEPS", 15), ("FEWEST_AUTO_EPOCHS", 4)):
         monkeypatch.setattr(f"cheem_jax.cheem.config.{name}", num)
-    begin(tmp_path / "pets", preset="auto", method=None, augment=True)
+    begin(tmp_path / "pets", preset="auto", method=None)
     for name, num in (("few", 90), ("many", 180)):  # 3 and 6 steps of 32 images
         cheem_jax.open(tmp_path / "pets").learn(small.task(name, num, num=num))
     said = " ".join(capsys.readouterr().out.split())
-    assert "few: auto chose 5 epochs at the learning rate 0.003" in said
+    assert "few: auto chose 5 epochs at the learning rate 0.003, with augmented images" in said
     assert "many: auto chose 4 epochs at the learning rate 0.003" in said
     reports = [entry["report"] for entry in read(tmp_path / "pets") if entry["event"] == "learned"]
     assert [len(report["finetune_losses"]) for report in reports] == [5, 4]
     assert [report["epochs"]["finetune"] for report in reports] == [5, 4]
-    assert "training images are augmented" in said and all(report["augment"] for report in reports)
+    assert all(report["augment"] for report in reports)
     config = cheem_jax.open(tmp_path / "pets").config
     router = RouterConfig("lda", "levels")
     assert config.preset == "auto" and config.method.router == router
-    assert config.method == auto(dataclasses.replace(QUICK_PLUS, augment=True, router=router), 180)
+    assert config.method == auto(dataclasses.replace(QUICK_PLUS, router=router), 180)
 
 
 def test_an_earlier_memory_of_auto_keeps_its_router_and_its_rank(tmp_path):

@@ -119,7 +119,7 @@ class CheemConfig:
     `inherited` copies the supernet's weights."""
     router: RouterConfig = RouterConfig()
     augment: bool = False
-    """Randomly crop, flip and modify training images in every epoch. The paper does not augment.
+    """Randomly crop and modify training images in every epoch. The paper does not augment.
     With augmentation, the outputs of the frozen blocks cannot be cached, so every step computes
     these blocks."""
     fallback: bool = False
@@ -212,11 +212,11 @@ AUTO_STEPS, FEWEST_AUTO_EPOCHS, MOST_AUTO_EPOCHS = 512, 16, 128
 def auto(config: CheemConfig, num_images: int) -> CheemConfig:
     """Return the settings with which preset `auto` learns a task of `num_images` training images.
 
-    They are those of `quick_plus`, except for the number of epochs: the smallest number with at
-    least 512 steps, but at least 16 and at most 128 (1,000 images have 512 steps in 16 epochs).
-    Settings that the learned tasks of a memory share stay those of `config`: the placement of the
-    experts, the stored rank, the router and the batch size. So do the limit of FLOPs and the
-    augmentation, which a user chooses.
+    They are those of `quick_plus` with augmented images and another number of epochs: the smallest
+    number with at least 512 steps, but at least 16 and at most 128 (1,000 images have 512 steps in
+    16 epochs). Settings that the learned tasks of a memory share stay those of `config`: the
+    placement of the experts, the stored rank, the router and the batch size. So does the limit of
+    FLOPs, which a user chooses.
     """
     steps = -(-num_images // config.batch_size)
     epochs = min(max(-(-AUTO_STEPS // steps), FEWEST_AUTO_EPOCHS), MOST_AUTO_EPOCHS)
@@ -231,6 +231,7 @@ def auto(config: CheemConfig, num_images: int) -> CheemConfig:
         finetune=dataclasses.replace(QUICK_PLUS.finetune, epochs=epochs),
         weights=QUICK_PLUS.weights,
         fallback=True,
+        augment=True,
     )
 
 

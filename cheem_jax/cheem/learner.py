@@ -123,9 +123,9 @@ class Cheem(ExpertMemory):
         self.base_means = base_means
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """Warn if training images are augmented, because augmentation slows down training (see
-        `Method.check`)."""
-        if not self.config.augment:
+        """Warn if augmentation slows down training (see `Method.check`). Elimination adapts the
+        first block, so without augmentation, too, every step computes all blocks."""
+        if not self.config.augment or self.config.sampling == "anchored":
             return []
         return [
             "training images are augmented, so every step computes frozen blocks too and takes"

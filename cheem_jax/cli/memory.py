@@ -129,14 +129,14 @@ class Learn(OfData, OfMemory):
     """For a new memory: height and width of images in pixels; default: the backbone's image
     size."""
     preset: LearnPreset | None = None
-    """For a new memory: `auto` is the default and uses `quick_plus` with up to 128 epochs for tasks
-    with fewer than 1,000 images, and a router that suits the width of the backbone; `quick` is
-    sized for a CPU; `paper` uses the paper's settings, and ours if the paper states none; `demo` is
-    for a few hundred small images; `quick_plus` and `cheem_plus` are `quick` and `paper` with
-    another search and another router."""
+    """For a new memory: `auto` is the default and uses `quick_plus` with augmented images, up to
+    128 epochs for tasks with fewer than 1,000 images, and a router that suits the width of the
+    backbone; `quick` is sized for a CPU; `paper` uses the paper's settings, and ours if the paper
+    states none; `demo` is for a few hundred small images; `quick_plus` and `cheem_plus` are `quick`
+    and `paper` with another search and another router."""
     augment: bool = False
-    """For a new memory: crop, flip and change training images randomly in every epoch. Unsuitable
-    for images whose mirror image has another meaning, such as text or digits."""
+    """For a new memory: crop and change training images randomly in every epoch; `auto` always
+    does."""
     seed: int | None = None
     """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
@@ -274,7 +274,7 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
         "image_size": (config.image_size, settings.image_size),
         "preset": (config.preset, settings.preset),
         "seed": (config.seed, settings.seed),
-        "augment": (config.method.augment, settings.augment or None),
+        "augment": (config.method.augment or config.preset == "auto", settings.augment or None),
         "keep_base": (config.keeps_base, settings.keep_base or None),
     }
     if settings.backbone is not None:

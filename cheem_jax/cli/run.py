@@ -85,7 +85,7 @@ class RunSettings(Common):
     of CHEEM, sized for a CPU; `demo` is for a few hundred images; `cheem_plus` and `quick_plus` are
     `paper` and `quick` with another search and another router."""
     augment: bool = False
-    """Short for --cheem.augment: crop, flip and change training images randomly in every epoch."""
+    """Short for --cheem.augment: crop and change training images randomly in every epoch."""
     method: MethodName = "cheem"
     """Method that learns. full_finetune and lora_finetune are upper bounds: they are given the task
     ID."""

@@ -1,6 +1,7 @@
-"""Augment training images by a crop, a flip and two random operations, as in RandAugment (Cubuk et
-al., 2020).
+"""Augment training images by a crop and two random operations, as in RandAugment (Cubuk et al.,
+2020).
 
+No image is mirrored, because the mirror image of a letter or a traffic sign has another meaning.
 Pillow computes the augmented images, so their pixels depend neither on the device nor on JAX. An
 augmented image depends only on the original image, its row in the training images, the seed and the
 epoch. It is therefore identical in a resumed run, and on any number of devices.
@@ -53,16 +54,14 @@ CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 def augment(
     image: UInt8[np.ndarray, "S S 3"], rng: np.random.Generator
 ) -> UInt8[np.ndarray, "S S 3"]:
-    """Crop an image at random, resize it to the original size, mirror it with probability 1/2, and
-    apply two operations of random strength."""
+    """Crop an image at random, resize it to the original size, and apply two operations of random
+    strength."""
     size = image.shape[0]
     side = size * math.sqrt(rng.uniform(SMALLEST_AREA, 1))
     x, y = rng.uniform(0, size - side, 2)
     result = Image.fromarray(image).resize(
         (size, size), Image.Resampling.BICUBIC, box=(x, y, x + side, y + side)
     )
-    if rng.random() < 0.5:
-        result = ImageOps.mirror(result)
     for name in rng.choice(list(CHANGES), NUM_CHANGES):
         result = CHANGES[name](result, rng.uniform(-1, 1))
     return np.asarray(result)

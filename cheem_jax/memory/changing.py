@@ -191,7 +191,7 @@ def learn_task(
         if not (is_extension or is_resumed):
             session.say(
                 f"{task.name}: auto chose {method.finetune.epochs} epochs at the learning rate"
-                f" {method.finetune.learning_rate:g}"
+                f" {method.finetune.learning_rate:g}, with augmented images"
             )
     reports = {
         entry["report"]["index"]: entry["report"]

@@ -64,11 +64,12 @@ def create(
 
     Args:
         weights: file or folder of the backbone's weights; see `load_pretrained`.
-        preset: settings of CHEEM. With `auto`, the number of epochs depends on the task, and the
-            router on the backbone (see `cheem.config.auto` and `auto_router`). `paper` decodes
-            images as stored; other presets rotate them according to their EXIF orientation.
+        preset: settings of CHEEM. With `auto`, training images are augmented, the number of epochs
+            depends on the task, and the router on the backbone (see `cheem.config.auto` and
+            `auto_router`). `paper` decodes images as stored; other presets rotate them according to
+            their EXIF orientation.
         method: settings of CHEEM that replace the settings of the preset.
-        augment: augment training images randomly.
+        augment: augment training images randomly with another preset than `auto`, too.
         base_data: images of the pretraining data, in a form that `learn` accepts. CHEEM computes
             the similarity of a task to the pretraining data from their mean CLS tokens.
         keep_base: also predict the classes of the pretraining data.
@@ -92,7 +93,8 @@ def create(
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
     if method is None and preset == "auto":
         vit = pretrained.config
-        config = dataclasses.replace(config, router=auto_router(vit.width, vit.depth))
+        router = auto_router(vit.width, vit.depth)
+        config = dataclasses.replace(config, router=router, augment=True)
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     if keep_base and base_data is None:
         raise ValueError(
