@@ -37,7 +37,7 @@ help: ## this list
 demo: $(VENV)/.base ## learn the bundled stream of small tasks on this machine, in minutes
 	@$(VENV)/bin/python -m cheem_jax demo --run-dir $(RUN_DIR)
 
-test: $(VENV)/.test ## a test of every kind, about five minutes on two cores; no torch, TensorFlow, network or GPU
+test: $(VENV)/.test ## a test of every kind, about ten minutes on two cores; no torch, TensorFlow, network or GPU
 	@XLA_FLAGS="$(QUICK_COMPILING) $${XLA_FLAGS:-}" $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-all: $(VENV)/.test ## those of `make test` and those marked `full`; three quarters of an hour on two cores

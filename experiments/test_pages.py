@@ -131,6 +131,22 @@ def test_the_guide_compares_the_defaults_as_their_record_does():
         assert f"| {title} | {' | '.join(numbers)} |" in text
 
 
+def test_the_guide_says_how_much_augmentation_gains():
+    text = " ".join((DOCS / "guides/own-data.md").read_text().split())
+    by_cell = {}
+    for unit in read("results/small_sets.json")["units"]:
+        cell = by_cell.setdefault((unit["task"], unit["num_train"]), {})
+        cell[unit["variant"]] = 100 * unit["test_accuracy"]
+    gains = [one["auto"] - one["plain"] for one in by_cell.values() if {"auto", "plain"} <= {*one}]
+    assert f"gains {min(gains):.1f} to {max(gains):.1f} points with DeiT-Tiny" in text
+    whole = {
+        unit["task"]: 100 * unit["test_accuracy"]
+        for unit in read_units(DOCS / "results/search/units.json")
+        if unit["recipe"] == WINNER and unit["task"] in ("food10", "cifar10")
+    }
+    assert f"{whole['food10']:.1f} and {whole['cifar10']:.1f} %" in text
+
+
 def cut_off() -> Iterator[float]:
     """Yield accuracies in % after six data sets, of uniform sampling and of CHEEM."""
     record = read("results/cut_off.json")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cheem_jax.report.table import METHODS, NONE, Grid
-from studies.paper.claims import CHEEM, CLAIMS, NOT_RUN, Verdict, compare, number_cells, searches
+from studies.paper.claims import CHEEM, NOT_RUN, Verdict, Verdicts, compare, number_cells, searches
 from studies.paper.collected import Cell as Runs
 from studies.paper.collected import Cells
 from studies.paper.printed import UPPER_BOUND, Cell, printed
@@ -53,19 +53,20 @@ PAIRS = {
 """Printed differences, keyed by the comparison in the table of claims."""
 
 
-def agreement_grid(streams: Mapping[str, Cells]) -> Grid:
+def agreement_grid(streams: Mapping[str, tuple[Cells, Verdicts]]) -> Grid:
     """Make a row for each difference that the paper prints, with a column for each of its streams
-    and backbones and for each search in `streams`: runs keyed by a title such as the image size.
+    and backbones and for each search in `streams`: runs and the verdicts on them, keyed by a title
+    such as the image size.
 
     Our cells have the difference, its 95 % interval, and the verdict if it is one of the claims.
     """
     columns = {"compared": list(PAIRS)}
     for title, (stream, backbone) in STREAMS.items():
         columns[title] = [_printed(pair, stream, backbone) for pair in PAIRS.values()]
-    for place, cells in streams.items():
+    for place, (cells, checked) in streams.items():
         verdicts: dict[str, Verdict] = {}
-        for check in CLAIMS.values():
-            for one in check(cells):
+        for rows in checked.values():
+            for one in rows:
                 # the paper's claim precedes the same comparison with a margin
                 verdicts.setdefault(one.compared, one)
         for search in searches(cells):
@@ -73,8 +74,7 @@ def agreement_grid(streams: Mapping[str, Cells]) -> Grid:
                 _measured(compared, pair, search, cells, verdicts)
                 for compared, pair in PAIRS.items()
             ]
-    rows = tuple(zip(*columns.values(), strict=True))
-    return Grid("", tuple(columns), rows, 1)
+    return Grid("", tuple(columns), tuple(zip(*columns.values(), strict=True)), 1)
 
 
 def _measured(

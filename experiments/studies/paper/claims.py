@@ -7,7 +7,7 @@ otherwise. With fewer than MIN_SEEDS seeds no claim is decided.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -268,11 +268,19 @@ CLAIMS: dict[str, Callable[[Cells], list[Verdict]]] = {
 NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
 
 
-def claim_grid(cells: Cells) -> Grid:
+Verdicts = Mapping[str, Sequence[Verdict]]
+"""The rows of each claim."""
+
+
+def check_claims(cells: Cells) -> Verdicts:
+    """Check all claims."""
+    return {claim: check(cells) for claim, check in CLAIMS.items()}
+
+
+def claim_grid(checked: Verdicts) -> Grid:
     """Make a row per comparison, without claims that were not run."""
     rows = []
-    for claim, check in CLAIMS.items():
-        verdicts = check(cells)
+    for claim, verdicts in checked.items():
         if all(one.word == NOT_RUN for one in verdicts):
             continue
         for index, one in enumerate(verdicts):

@@ -16,7 +16,7 @@ from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
 from studies.paper.agreement import agreement_grid
-from studies.paper.claims import claim_grid, compare, number_cells, searches
+from studies.paper.claims import check_claims, claim_grid, compare, number_cells, searches
 from studies.paper.collected import Cell, Cells, is_compared, is_usual, load, usual_cell
 from studies.routers.page import shown_grid
 
@@ -66,13 +66,13 @@ def tables_of(results: Path) -> dict[str, str]:
         for name in ("routers.json", "chosen.json")
     )
     grids = {"methods": method_grid(rows, cells), "tasks": task_grid(rows)}
-    claims = claim_grid(cells)
+    checked = check_claims(cells)
+    claims = claim_grid(checked)
     if claims.rows:
         grids["claims"] = claims
-        streams = {str(rows[0].runs[0]["image_size"]): cells, **smaller}
-        grids["agreement"] = agreement_grid(
-            {f"{size} pixels": runs for size, runs in streams.items()}
-        )
+        streams = {f"{rows[0].runs[0]['image_size']} pixels": (cells, checked)}
+        streams |= {f"{size} pixels": (runs, check_claims(runs)) for size, runs in smaller.items()}
+        grids["agreement"] = agreement_grid(streams)
     for name, runs in smaller.items():
         grids[f"methods_{name}"] = method_grid(rows_of(runs), runs).without(DETAILS)
     if routers:
