@@ -69,7 +69,7 @@ def _recipes() -> dict[str, Recipe]:
         search = dataclasses.replace(config.search, max_flops=max_flops)
         return Recipe(dataclasses.replace(config, search=search), ranks=RANKS)
 
-    return {
+    recipes = {
         "quick": Recipe(PRESETS["quick"]),
         **{name: backward(limit) for name, limit in BACKWARD.items()},
         "last-2": Recipe(at_rank(usual), searches=False, num_skipped=2, ranks=RANKS),
@@ -79,13 +79,18 @@ def _recipes() -> dict[str, Recipe]:
             for name, rank in LORA.items()
         },
     }
+    for name in ("backward-90", "lora-64"):
+        plain = recipes[name]
+        config = dataclasses.replace(plain.config, augment=True)
+        recipes[f"{name}-augmented"] = plain._replace(config=config)
+    return recipes
 
 
 RECIPES = _recipes()
 """The compared recipes, each with 16 passes over the training images: the paper's search on a small
 budget (quick), backward elimination by the limit of its FLOPs in percent, LoRA-CL by rank, and
 LoRA-CL without the last two blocks (last-2). The rate of LoRA-CL rises at the start, except in
-lora-64-cold."""
+lora-64-cold. Two recipes also augment the training images."""
 STEP = 3
 """Forward passes per training step on an image."""
 
