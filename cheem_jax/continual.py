@@ -178,7 +178,7 @@ def say_learned(report: Mapping[str, Any], session: Session) -> None:
     name = report["name"]
     for what in report.get("not_kept", ()):
         session.say(
-            f"{what}: they do not fit into the cache (--engine.memory-gb), so every epoch computes"
+            f"{what}: they do not fit into the cache (--engine.memory-gb), so every pass computes"
             " them again"
         )
     if num_skipped := report.get("skipped_steps"):

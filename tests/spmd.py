@@ -203,7 +203,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     from rich.console import Console
 
     from cheem_jax.baselines.catalogue import NEED_A_ROUTER, make_preset
-    from cheem_jax.cheem.config import CheemConfig
+    from cheem_jax.cheem.config import CheemConfig, auto
     from cheem_jax.continual import RunConfig, run_stream
     from cheem_jax.engine import hosts
     from cheem_jax.engine.hosts import HostsConfig
@@ -223,6 +223,8 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
         method = dataclasses.replace(
             method, supernet=dataclasses.replace(method.supernet, **settings.get("supernet", {}))
         )
+        if settings.get("auto"):
+            method = auto(method, 1000)
     elif method.name in ("dualprompt", "coda_prompt"):  # as few blocks as the network has
         layers = (
             {"general_layers": (0,), "expert_layers": (1,)}

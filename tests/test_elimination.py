@@ -95,5 +95,5 @@ def test_a_network_without_a_finite_loss_is_not_kept():
 def test_an_anchor_without_a_finite_loss_is_an_error():
     landscape = Landscape([0.0, 0.0])
     landscape.noise[3] = np.nan
-    with pytest.raises(ValueError, match="lower learning rates"):
+    with pytest.raises(ValueError, match="before training; check the weights"):
         run(landscape)

@@ -123,13 +123,16 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(name, marks=pytest.mark.full if name == "frozen_linear" else pytest.mark.slow)
-        for name in NAMES
+        pytest.param(
+            name, marks=pytest.mark.full if name in ("frozen_linear", "auto") else pytest.mark.slow
+        )
+        for name in (*NAMES, "auto")
         if name != "cheem"
     ],
 )
 def test_every_method_learns_the_same_in_two_processes_as_in_one(method, tmp_path):
-    settings = {"method": method, "tasks": 2}
+    # the preset auto augments, eliminates, truncates and compares with the frozen backbone
+    settings = {"method": "cheem", "auto": True} if method == "auto" else {"method": method}
     (one,) = spmd.finish(
         [
             spmd.start(

@@ -8,7 +8,7 @@ import pytest
 import small
 
 from cheem_jax.cheem.evolution import Scored, rank
-from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.learner import Cheem, num_skipped
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import truncate
 from cheem_jax.engine.stages import Stages
@@ -134,6 +134,31 @@ def test_an_elimination_skips_blocks_of_the_network_that_adapts_every_block(stag
     # the networks are scored before training
     assert report["score"] == result["correct"][result["chosen"]] / 20
     assert "validation_accuracy" not in report
+
+
+def test_the_limit_of_flops_determines_how_many_blocks_of_the_second_half_are_skipped(stages):
+    def anchored(executor, max_flops):
+        return learner(
+            executor, max_flops=max_flops, placement=executor.placement, sampling="anchored"
+        )
+
+    attention = Stages(small.backbone(), "attn_proj")
+    for executor, expected in ((stages, [0, 1, 2, 2]), (attention, [0, 2, 2, 2])):
+        methods = [anchored(executor, limit) for limit in (1.0, 0.9, 0.8, 0.0)]
+        assert [num_skipped(executor, method.config) for method in methods] == expected
+    report = anchored(attention, 0.9).learn(small.task("colours", 0), Session())
+    assert report["architecture"] == ["adapt:0"] * 2 + ["skip"] * 2
+
+
+def test_elimination_needs_room_for_one_pair_per_block_at_any_number_of_tasks(stages):
+    tasks = [small.task("task0", 0), small.task("task1", 1)]
+    needed = {}
+    for sampling in ("hee", "anchored"):
+        cheem = learner(stages, sampling=sampling)
+        before = cheem.bytes_needed(tasks[0])
+        cheem.learn(tasks[0], Session())
+        needed[sampling] = before, cheem.bytes_needed(tasks[1])
+    assert needed["anchored"][0] == needed["anchored"][1] < needed["hee"][0] < needed["hee"][1]
 
 
 def test_an_elimination_resumes_from_a_rolling_checkpoint(stages, tmp_path):

@@ -144,6 +144,8 @@ def test_new_in_every_block_trains_a_copy_of_each_layer_per_task():
         assert report["flops_method"] == 2 * backbone_flops(vit)
     needed = method.bytes_needed(tasks[0])
     assert needed > 4 * (2 * 3 + 1) * vit.depth * size
+    with pytest.raises(ValueError, match="op new has no low-rank pairs"):
+        LoraClConfig(op="new", truncated_rank=8)
 
 
 def test_the_papers_flops_need_a_rank_of_42_to_47_and_ours_of_40_is_a_tenth_below():

@@ -675,11 +675,14 @@ NEW = only(small.task("photos", 50, num_classes=5), 3, 4)
 """Images of classes that `task0` lacks."""
 
 
+def last_report(directory: Path) -> dict:
+    """Return the report of the task that was learned or extended last."""
+    return [entry["report"] for entry in read(directory) if entry["event"] == "learned"][-1]
+
+
 def extension_in(directory: Path) -> dict:
     """Return the record's description of the last extension."""
-    return [entry["report"] for entry in read(directory) if entry["event"] == "learned"][-1][
-        "extension"
-    ]
+    return last_report(directory)["extension"]
 
 
 def test_an_extension_that_would_cost_the_old_images_is_refused(copied, memory):
@@ -921,6 +924,9 @@ def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone
         memory.learn(NEW, extend="task2")
     memory.learn(small.task("photos", 2, num_classes=4, num=24), extend="task2")
     assert extension_in(copied)["kept"] == "network"
+    report = last_report(copied)
+    epochs = small.QUICK.finetune.epochs
+    assert report["epochs"] == {"finetune": epochs} and len(report["finetune_losses"]) == epochs
     assert memory.tasks[2].classes == (
         "c0",
         "c1",
@@ -1390,10 +1396,18 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     assert [len(report["finetune_losses"]) for report in reports] == [5, 4]
     assert [report["epochs"]["finetune"] for report in reports] == [5, 4]
     assert all(report["augment"] for report in reports)
-    config = cheem_jax.open(tmp_path / "pets").config
+    memory = cheem_jax.open(tmp_path / "pets")
     router = RouterConfig("lda", "levels")
-    assert config.preset == "auto" and config.method.router == router
-    assert config.method == auto(dataclasses.replace(QUICK_PLUS, router=router), 180)
+    assert memory.config.preset == "auto" and memory.config.method.router == router
+    assert memory.config.method == auto(dataclasses.replace(QUICK_PLUS, router=router), 180)
+    memory.learn(small.task("more", 90, num=120), extend="few")
+    assert "fine-tuning is tried" in " ".join(capsys.readouterr().out.split())
+    assert memory.info()["tasks"][1]["extended"][0]["num_train"] == [90, 210]
+    # 4 epochs of 4 steps, on pairs of the stored rank
+    assert memory.config.method.finetune.epochs == 4
+    assert {pair.params.down.shape[1] for block in memory.internal.pool for pair in block[1:]} == {
+        QUICK_PLUS.ops.stored_rank
+    }
 
 
 def test_an_earlier_memory_of_auto_keeps_its_router_and_its_rank(tmp_path):
@@ -1476,6 +1490,7 @@ def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
     assert memory.export(tmp_path / "task0.stablehlo", task="task0").largest_difference < 1e-4
     memory.learn(NEW, extend="task0")
     assert memory.evaluate(NEW, task="task0")[0].accuracy_given > 0.8
+    assert memory.info()["tasks"][0]["frozen_head"] is None, "the extended task has another head"
     memory.forget("task0")
     assert memory.tasks == ()
 

@@ -61,6 +61,11 @@ class LoraClConfig:
     def __post_init__(self) -> None:
         at_least_one(self, "batch_size", "rank")
         OpSettings(self.rank, self.truncated_rank)  # raises an error for an invalid rank
+        if self.op == "new" and self.truncated_rank is not None:
+            raise ValueError(
+                f"op new has no low-rank pairs that truncated_rank {self.truncated_rank} could"
+                " truncate; leave out truncated_rank, or take op adapt"
+            )
 
     @property
     def ops(self) -> OpSettings:

@@ -17,9 +17,7 @@ class OpSettings:
     40: LoRA-CL of rank 40 on ViT-B has 68.1 GFLOPs per image, and the paper reports 68.2."""
     truncated_rank: int | None = None
     """Rank to which a trained pair is truncated by singular value decomposition before it is
-    stored; None, or a rank that is not below `rank`, stores it as trained. Truncation from rank 64
-    to 32 loses no accuracy, but pairs that are trained at rank 32 are less accurate
-    (docs/search.md)."""
+    stored; None, or a rank that is not below `rank`, stores it as trained (docs/search.md)."""
     new_init: Literal["random", "copy"] = "random"
     """Initialisation of New: `random` samples a truncated normal with standard deviation 0.02;
     `copy` copies the base expert."""
@@ -110,7 +108,8 @@ class CheemConfig:
     """`hee` samples as in the paper. `uniform` is the paper's pure exploration: eps1 = eps2 = 1,
     also in mutation. `anchored` trains no supernet: it adapts the expert that HEE prefers in each
     block, and skips the least useful blocks of the second half before training (docs/search.md).
-    Of the supernet, the exploration and the search, only `max_flops` then has an effect."""
+    Of the supernet, the exploration, the search and `weights`, only `max_flops` then has an
+    effect."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     finetune: FitConfig = FitConfig(epochs=20)

@@ -86,8 +86,8 @@ def eliminate(
     current = tuple(anchor.tolist())
     if not np.isfinite(losses([current])).all():
         raise ValueError(
-            "the search found no architecture with a score: the loss of the network that adapts"
-            " every block is non-finite; try lower learning rates"
+            "the network that adapts every block has a non-finite loss on validation images before"
+            " training; check the weights of the backbone and of earlier tasks"
         )
     for _ in range(num_skipped):
         options = [

@@ -1,5 +1,6 @@
-"""The frozen backbone with a linear head by ridge regression: it scores networks before training
-(`--cheem.sampling anchored`), and is compared with the learned network (`--cheem.fallback`)."""
+"""Linear heads by ridge regression. With one, backward elimination scores networks before training
+(`--cheem.sampling anchored`), and the frozen backbone is compared with the learned network
+(`--cheem.fallback`)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -274,15 +274,16 @@ class Cheem(ExpertMemory):
             fitting = fitting._replace(state=state)
             learning.underway.keep("finetune", fitting)
         images = self._training_images(learning, Phase.FINETUNE_AUGMENTATION)
-        if not config.augment:
-            prefix = frozen_prefix(supernet, architecture)
+        prefix = frozen_prefix(supernet, architecture)
+        prefix = prefix[: self.executor.backward_end(len(prefix))]
+        if prefix and not config.augment:
             with learning.session.phase("keep"):
                 images = cache_tokens(
                     "what fine-tuning leaves unchanged",
                     self.executor,
                     images,
                     len(learning.task.train.labels),
-                    prefix[: self.executor.backward_end(len(prefix))],
+                    prefix,
                     batch_size=self.batch_size,
                     budget=learning.budget,
                 )
@@ -317,12 +318,13 @@ class Cheem(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """Estimate the disk space for learning a task (see `Method.bytes_needed`).
 
-        The estimate has three parts: the task's checkpoint with the parameters of all candidates,
-        two rolling checkpoints with these parameters and Adam's moments, and the router's
-        statistics.
+        The estimate has three parts: the task's checkpoint with the parameters of all candidates
+        (with backward elimination, of one Adapt per block), two rolling checkpoints with these
+        parameters and Adam's moments, and the router's statistics.
         """
-        supernet = supernet_size(self.memory.pool, self.config.ops.rank, len(task.classes))
-        return 4 * ((2 * 3 + 1) * supernet + self.router_numbers(task))
+        size = anchor_size if self.config.sampling == "anchored" else supernet_size
+        num = size(self.memory.pool, self.config.ops.rank, len(task.classes))
+        return 4 * ((2 * 3 + 1) * num + self.router_numbers(task))
 
     def _train(
         self,
@@ -449,8 +451,9 @@ def search_backward(
             )
             if not np.isfinite(features).all():
                 raise ValueError(
-                    f"task {task.name!r}: the backbone computes non-finite features for training"
-                    " images; check its weights"
+                    f"task {task.name!r}: the network that adapts every block computes non-finite"
+                    " features for training images before training; check the weights of the"
+                    " backbone and of earlier tasks"
                 )
             return head_losses(
                 executor,
@@ -537,11 +540,18 @@ def supernet_size(pool: Pool, rank: int, num_classes: int) -> int:
     """Count the parameters of a task's supernet: those of every Adapt and New, and of the padded
     head."""
     num_inputs, width = pool[0][0].params[0].shape
-    pair = rank * (num_inputs + width)
-    new = (num_inputs + 1) * width
+    num_experts = sum(pool_sizes(pool))
+    adapted = (num_experts - len(pool)) * rank * (num_inputs + width)
+    new = len(pool) * (num_inputs + 1) * width
+    return anchor_size(pool, rank, num_classes) + adapted + new
+
+
+def anchor_size(pool: Pool, rank: int, num_classes: int) -> int:
+    """Count the parameters of the network that adapts every block: a pair per block, and the padded
+    head."""
+    num_inputs, width = pool[0][0].params[0].shape
     head = (width + 1) * next_power_of_two(num_classes)
-    sizes = pool_sizes(pool)
-    return sum(sizes) * pair + len(sizes) * new + head
+    return len(pool) * rank * (num_inputs + width) + head
 
 
 def earlier_means(

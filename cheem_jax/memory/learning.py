@@ -33,6 +33,7 @@ from cheem_jax.core.pool import (
     grow,
 )
 from cheem_jax.core.routing import calibrate, centroid_distances
+from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.executor import Executor, Network
@@ -134,7 +135,15 @@ def learn(
         **{f"num_{name}": len(split.labels) for name, split in task.splits.items()},
         **({"skipped_images": list(task.skipped)} if task.skipped else {}),
         **report,
-        "epochs": {name: fit.epochs for name, fit in fits_of(config).items()},
+        **fit_settings(config, fits_of(config)),
+    }
+
+
+def fit_settings(config: CheemConfig, fits: Mapping[str, FitConfig]) -> dict[str, Any]:
+    """Return the settings of a task's training for its report. `fits` are the training phases,
+    keyed by name."""
+    return {
+        "epochs": {name: fit.epochs for name, fit in fits.items()},
         "learning_rate": config.finetune.learning_rate,
         "augment": config.augment,
     }
@@ -197,6 +206,8 @@ def extend(
     skipped = [*earlier.get("skipped_images", []), *task.skipped]
     # Similarities to tasks that were learned after this task are unknown.
     unknown = [[None] * len(memory.pool)] * (len(memory.tasks) - index)
+    # the comparison with the frozen backbone was with the network and the head before
+    earlier = {key: value for key, value in earlier.items() if key != "frozen_head"}
     return without_numbers(learner.memory, memory.numbers[index]).memory, {
         **earlier,
         **report,
@@ -320,11 +331,10 @@ class MemoryLearner(Cheem):
             result = result._replace(statistics=statistics)
             head = discriminant_head(statistics, before.head)
             candidates.append(candidate("head", head, result.val, samples))
-        losses = {}
+        training = {}
         tuned = None
         if can_finetune(task, before, num_before):
             fitting = self.finetune(learning, fitting, encode(chosen, learning.candidates.sizes))
-            losses = {"finetune_losses": fitting.progress.losses}
             tuned = version(fitting)
             moved = samples
             if len(samples):
@@ -336,6 +346,10 @@ class MemoryLearner(Cheem):
         if best.kind == "network":
             assert tuned is not None
             result = tuned
+            training = {
+                "finetune_losses": fitting.progress.losses,
+                **fit_settings(self.config, {"finetune": self.config.finetune}),
+            }
             # fine-tuning requires images of every class, so the temperature can be fitted to the
             # new validation images
             temperature = fit_temperature(compute_logits(result.val, best.head), task.val.labels)
@@ -372,7 +386,7 @@ class MemoryLearner(Cheem):
         self.features.forget(task)
         return {
             **self.costs(len(self.memory.tasks) - 1),
-            **losses,
+            **training,
             "extension": {
                 "kept": best.kind,
                 "validation_images": len(task.val.labels),

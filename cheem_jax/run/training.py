@@ -145,8 +145,8 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
         return config.learning_rate * math.cos(
             99 * math.pi * epoch / (200 * max(config.epochs - 1, 1))
         )
-    # Adam's first steps have the size of the learning rate. At a high rate they would change the
-    # low-rank pairs in the random directions that a random head asks for.
+    # The head is random at first, so the first gradients change the low-rank pairs in arbitrary
+    # directions. Adam's steps have the size of the learning rate, so the rate starts low.
     num_warm = total_steps // 10 if config.schedule == "warm_cosine" else 0
     if step < num_warm:
         return config.learning_rate * (step + 1) / (num_warm + 1)

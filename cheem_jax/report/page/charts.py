@@ -360,23 +360,24 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
     scored = [report for report in reports if set(report["search"]["correct"]) - {None}]
     if not scored:
         raise EmptySection("No architecture of the search has a score.")
-    if "losses" in scored[0]["search"]:
-        # Backward elimination compares losses, so the tolerance for accuracies does not apply.
-        tolerance = None
+    shown = [scored[place] for place in spread(len(scored), SHOWN)]
     variants = {
-        f"T{report['index'] + 1} {report['name']}": _scatter(report, tolerance)
-        for report in (scored[place] for place in spread(len(scored), SHOWN))
+        f"T{report['index'] + 1} {report['name']}": _scatter(report, tolerance) for report in shown
     }
+    searches = [report["search"] for report in shown]
+    # the tasks of a memory can have different searches
+    scores = dict.fromkeys(SCORES[score_name(report)][1] for report in shown)
     caption = (
         "Every architecture that the search evaluated: FLOPs of the architecture against"
-        f" {SCORES[score_name(reports[0])][1]}. The colour is the generation; the ring marks the"
-        " target network"
+        f" {' or '.join(scores)}. The ring marks the network that the search chose"
     )
-    if tolerance is not None:
+    if tolerance and any("losses" not in search for search in searches):
         caption += (
-            ": the cheapest architecture less than"
-            f" {100 * tolerance:g} points below the best accuracy (the band)"
+            "; in a chart with a band, it is the cheapest one less than"
+            f" {100 * tolerance:g} points below the best accuracy"
         )
+    if any(len(search["correct"]) > search["population"] for search in searches):
+        caption += "; the colour is the generation"
     caption += f".{selection_note(len(scored))}"
     if without := len(reports) - len(scored):
         caption += f" {without:,} tasks have no architecture with a score."
@@ -391,6 +392,8 @@ def score_name(report: Mapping[str, Any]) -> str:
 
 def _scatter(report: Mapping[str, Any], tolerance: float | None) -> Spec:
     search = report["search"]
+    if "losses" in search:
+        tolerance = None  # elimination compares losses, not accuracies
     accuracy = 100 * np.array(search["correct"], float) / search["num_images"]  # None becomes NaN
     flops = np.array(search["flops"], float) / 1e6
     generation = np.arange(len(accuracy)) // search["population"] + 1
@@ -414,7 +417,7 @@ def _scatter(report: Mapping[str, Any], tolerance: float | None) -> Spec:
         flops[scored], accuracy[scored], f"generation %{{marker.color}}<br>{text}", marker=marker
     )
     marker = {"size": 17, "symbol": "circle-open", "color": "@winner", "line": {"width": 3}}
-    ring = points(flops[chosen], accuracy[chosen], f"target network<br>{text}", marker=marker)
+    ring = points(flops[chosen], accuracy[chosen], f"chosen network<br>{text}", marker=marker)
     band = {
         "type": "rect",
         "xref": "paper",

@@ -9,7 +9,7 @@ import numpy as np
 
 from cheem_jax.report.table import NONE, Grid, number, percent
 from studies.searching.report import COSTS, FIRST, accuracies_by_task, draw, gain, points
-from studies.searching.units import RANKS, Entry
+from studies.searching.units import AUGMENTED, RANKS, Entry
 
 WINNER = "backward-90/32"
 UNSEEN = ("caltech101", "food10", "mnist", "daimler_pedestrians", "cifar10")
@@ -45,6 +45,8 @@ class Compared(NamedTuple):
     recipes: tuple[str, ...]
     is_unseen: bool | None = False
     """Whether the sets are those of `UNSEEN`, or all others; None: all sets."""
+    is_augmented: bool = False
+    """Whether the training images were augmented."""
 
 
 TABLES = {
@@ -62,6 +64,13 @@ TABLES = {
         ("lora-64", "backward-90", *(f"backward-90/{rank}" for rank in RANKS)),
         is_unseen=True,
     ),
+    "augmented": Compared(
+        96,
+        True,
+        tuple(f"{name}{suffix}" for name in ("lora-64", "backward-90") for suffix in ("", "/32")),
+        is_unseen=None,
+        is_augmented=True,
+    ),
     "behind": Compared(96, False, ("reuse", "quick", "plus-finalists", WINNER)),
     "at_224": Compared(
         224,
@@ -75,6 +84,7 @@ TABLES = {
 """Compared units, keyed by the table's name on the page."""
 SETTINGS = {
     "first task, 96 pixels, all sets": Compared(96, True, (WINNER,), None),
+    "the same, augmented": TABLES["augmented"],
     "developed on": TABLES["first"],
     "unseen": TABLES["unseen"],
     "fourth task, 96": TABLES["behind"],
@@ -97,14 +107,18 @@ def tables(units: Sequence[Entry]) -> dict[str, str]:
 
 
 def select(units: Sequence[Entry], compared: Compared) -> list[Entry]:
-    """Return the units of a table, with the usual learning rate."""
+    """Return the units of a table, with the usual learning rate. Names of recipes do not say that
+    images were augmented."""
+    suffix = AUGMENTED if compared.is_augmented else ""
+    names = {unit["recipe"]: unit["recipe"].replace(suffix, "") for unit in units}
     return [
-        unit
+        {**unit, "recipe": names[unit["recipe"]]}
         for unit in units
         if unit["image_size"] == compared.image_size
         and (unit["position"] == FIRST) == compared.is_first
         and compared.is_unseen in (None, unit["task"] in UNSEEN)
-        and unit["recipe"] in compared.recipes
+        and suffix in unit["recipe"]
+        and names[unit["recipe"]] in compared.recipes
         and unit["rate"] == 3e-3
     ]
 

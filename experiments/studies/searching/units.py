@@ -47,6 +47,8 @@ LORA = {f"lora-{rank}": rank for rank in (8, 16, 32, 64, 128)}
 """Ranks of LoRA-CL, keyed by recipe."""
 BACKWARD = {"backward-95": 0.95, "backward-90": 0.9}
 """Limits of the FLOPs of backward elimination, keyed by recipe."""
+AUGMENTED = "-augmented"
+"""Ends the names of recipes that augment the training images."""
 RANKS = (32, 16, 8)
 """Ranks to which trained pairs are truncated."""
 
@@ -82,7 +84,7 @@ def _recipes() -> dict[str, Recipe]:
     for name in ("backward-90", "lora-64"):
         plain = recipes[name]
         config = dataclasses.replace(plain.config, augment=True)
-        recipes[f"{name}-augmented"] = plain._replace(config=config)
+        recipes[name + AUGMENTED] = plain._replace(config=config)
     return recipes
 
 
