@@ -1386,6 +1386,8 @@ def test_the_router_of_auto_stores_at_most_1_5_mb_without_class_means():
 def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeypatch, capsys):
     for name, num in (("AUTO_STEPS", 15), ("FEWEST_AUTO_EPOCHS", 4)):
         monkeypatch.setattr(f"cheem_jax.cheem.config.{name}", num)
+    # on this backbone of random weights a ridge head is better than any network
+    monkeypatch.setattr(HeadComparison, "is_frozen_better", False)
     begin(tmp_path / "pets", preset="auto", method=None)
     for name, num in (("few", 90), ("many", 180)):  # 3 and 6 steps of 32 images
         cheem_jax.open(tmp_path / "pets").learn(small.task(name, num, num=num))
@@ -1403,11 +1405,10 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     memory.learn(small.task("more", 90, num=120), extend="few")
     assert "fine-tuning is tried" in " ".join(capsys.readouterr().out.split())
     assert memory.info()["tasks"][1]["extended"][0]["num_train"] == [90, 210]
-    # 4 epochs of 4 steps, on pairs of the stored rank
-    assert memory.config.method.finetune.epochs == 4
-    assert {pair.params.down.shape[1] for block in memory.internal.pool for pair in block[1:]} == {
-        QUICK_PLUS.ops.stored_rank
-    }
+    assert memory.config.method.finetune.epochs == 4  # of 4 steps
+    added = [stored.params for block in memory.internal.pool for stored in block[1:]]
+    ranks = {params.down.shape[1] for params in added if isinstance(params, LowRank)}
+    assert ranks == {QUICK_PLUS.ops.stored_rank}
 
 
 def test_an_earlier_memory_of_auto_keeps_its_router_and_its_rank(tmp_path):
