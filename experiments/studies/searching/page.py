@@ -107,8 +107,8 @@ def tables(units: Sequence[Entry]) -> dict[str, str]:
 
 
 def select(units: Sequence[Entry], compared: Compared) -> list[Entry]:
-    """Return the units of a table, with the usual learning rate. Names of recipes do not say that
-    images were augmented."""
+    """Return the units of a table, with the usual learning rate. The suffix of recipes that augment
+    is removed."""
     suffix = AUGMENTED if compared.is_augmented else ""
     names = {unit["recipe"]: unit["recipe"].replace(suffix, "") for unit in units}
     return [
