@@ -1489,6 +1489,9 @@ def test_a_network_worse_than_the_frozen_backbone_is_not_kept(tmp_path, capsys):
     ]
     assert np.mean(sure) > 0.8, "its logits have a temperature"
     assert memory.export(tmp_path / "task0.stablehlo", task="task0").largest_difference < 1e-4
+    memory.learn(MORE, extend="task0")
+    assert extension_in(tmp_path / "pets")["kept"] == "unchanged"
+    assert memory.info()["tasks"][0]["frozen_head"] == compared
     memory.learn(NEW, extend="task0")
     assert memory.evaluate(NEW, task="task0")[0].accuracy_given > 0.8
     assert memory.info()["tasks"][0]["frozen_head"] is None, "the extended task has another head"

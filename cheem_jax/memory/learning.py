@@ -206,8 +206,9 @@ def extend(
     skipped = [*earlier.get("skipped_images", []), *task.skipped]
     # Similarities to tasks that were learned after this task are unknown.
     unknown = [[None] * len(memory.pool)] * (len(memory.tasks) - index)
-    # the frozen backbone was compared with the head before the extension
-    earlier = {key: value for key, value in earlier.items() if key != "frozen_head"}
+    if report["extension"]["kept"] != "unchanged":
+        # the frozen backbone was compared with the head before the extension
+        earlier = {key: value for key, value in earlier.items() if key != "frozen_head"}
     return without_numbers(learner.memory, memory.numbers[index]).memory, {
         **earlier,
         **report,
