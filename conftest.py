@@ -12,9 +12,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which has it from the process tha
     programs = tempfile.mkdtemp(prefix="cheem-programs-")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
-    # with a limit JAX locks the folder
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 * 2**30)
-    # a search among many programs costs too
+    # with a limit JAX reads thousands of files whenever it writes a program
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

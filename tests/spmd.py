@@ -37,6 +37,8 @@ def start(task: str, out: Path, *, devices: int, **settings: Any) -> subprocess.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     environment |= {
         "JAX_COMPILATION_CACHE_DIR": _programs(),
+        # with a limit, JAX locks the folder: these processes compile the same at the same time
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 2**30),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

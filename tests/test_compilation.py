@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from cheem_jax.engine import compilation
 from cheem_jax.engine.compilation import (
     DETERMINISTIC,
     Compilations,
@@ -55,6 +56,17 @@ def test_compiled_functions_torn_by_a_kill_are_removed_so_that_others_are_stored
     (folder / "torn-cache").write_bytes(b"half a program")
     assert run(tmp_path)[1] == "1 0 True"  # compiled again, and kept
     assert run(tmp_path)[1] == "0 1 True" and not (folder / "torn-cache").exists()
+
+
+def test_only_the_latest_used_functions_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation, "_CACHED_PROGRAMS", 2)
+    for age in range(4):
+        (tmp_path / f"{age}-cache").write_bytes(b"a program")
+        (tmp_path / f"{age}-atime").touch()
+        os.utime(tmp_path / f"{age}-atime", (1e9 - age, 1e9 - age))
+    compilation._tidy(tmp_path)
+    names = {file.name for file in tmp_path.iterdir()} - {".lockfile"}
+    assert names == {"0-cache", "0-atime", "1-cache", "1-atime"}
 
 
 @pytest.mark.full

@@ -21,6 +21,9 @@ from cheem_jax.core.settings import Precision
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"
 _CACHE_BYTES = 2 * 2**30
+_CACHED_PROGRAMS = 1000
+"""Number of cached functions that a new process keeps. With a limit on bytes, JAX reads the times
+of use of all cached functions whenever it writes one."""
 
 
 class Compilations(NamedTuple):
@@ -114,10 +117,10 @@ def enable_cache() -> Path | None:
     """Enable JAX's persistent compilation cache. Return its directory, or None if the user disabled
     it.
 
-    `JAX_COMPILATION_CACHE_DIR` sets another directory; `JAX_ENABLE_COMPILATION_CACHE=false`
-    disables the cache. Raises ValueError if a directory set by the user is not writable, and
-    NotCached, a subclass of ValueError, if the default directory is not writable or JAX cannot use
-    the cache.
+    `JAX_COMPILATION_CACHE_DIR` sets another directory, `JAX_COMPILATION_CACHE_MAX_SIZE` another
+    limit in bytes, and `JAX_ENABLE_COMPILATION_CACHE=false` disables the cache. Raises ValueError
+    if a directory set by the user is not writable, and NotCached, a subclass of ValueError, if the
+    default directory is not writable or JAX cannot use the cache.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
@@ -155,24 +158,36 @@ def enable_cache() -> Path | None:
         raise kind(
             f"cannot cache compiled functions in {directory} ({error.strerror}); {way_out}"
         ) from None
-    _remove_torn(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+    if getattr(jax.config, "jax_compilation_cache_max_size", -1) != -1:
+        _tidy(directory)  # without a limit, JAX writes no times of use
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory
 
 
-def _remove_torn(directory: Path) -> None:
-    """Remove cached functions that have no access-time file. A killed process can leave such
-    functions, and they would prevent JAX from writing further functions."""
+def _tidy(directory: Path) -> None:
+    """Remove cached functions that have no access-time file, and all but the latest used ones.
+
+    A killed process can leave functions without this file, and they would prevent JAX from writing
+    further functions.
+    """
     with (
         contextlib.suppress(OSError, filelock.Timeout),
         filelock.FileLock(directory / ".lockfile", timeout=10),
     ):
+        used = dict[Path, float]()
         for file in directory.glob("*-cache"):
-            if not file.with_name(f"{file.name.removesuffix('-cache')}-atime").exists():
+            time_of_use = file.with_name(f"{file.name.removesuffix('-cache')}-atime")
+            if time_of_use.exists():
+                used[file] = time_of_use.stat().st_mtime
+            else:
                 file.unlink()
+        for file in sorted(used, key=used.__getitem__, reverse=True)[_CACHED_PROGRAMS:]:
+            file.unlink()
+            file.with_name(f"{file.name.removesuffix('-cache')}-atime").unlink()
 
 
 def _machine() -> str:

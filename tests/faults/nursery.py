@@ -72,7 +72,7 @@ class Nursery:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if name != "JAX_ENABLE_COMPILATION_CACHE"
+            if name not in ("JAX_ENABLE_COMPILATION_CACHE", "JAX_COMPILATION_CACHE_MAX_SIZE")
         }
         environment |= {
             "JAX_PLATFORMS": "cpu",
