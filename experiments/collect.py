@@ -70,6 +70,10 @@ def main(settings: Collect) -> int:
                 progress.say(f"left out {run.directory}: {error}")
                 continue
             progress.say(f"{place}: {write(place, files)}")
+    if not places:
+        raise ValueError(
+            f"no finished run below {', '.join(map(str, settings.runs))}; expected run directories"
+        )
     return int(failed > 0)
 
 

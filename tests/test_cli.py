@@ -79,6 +79,10 @@ def stream(tmp_path):
         (["--image-size", "30"], "try 24 or 32"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--base-data", "nowhere"], "nowhere"),
+        (["--router-weights", "nowhere.npz"], "of the network that --router names; give both"),
+        (["--seed", "-1"], "seed is -1; expected an integer from 0 to 4294967295"),
+        (["--seeds.search", "4294967296"], "expected an integer from 0"),
+        (["--save-every", "nan"], "save_every is nan; expected seconds, 0 or more"),
         (["--engine.executor", "hole"], "whole"),
         (["--engine.precision", "float8"], "bfloat16"),
         (["--engine.memory-gb", "-1"], "memory_gb is -1"),
@@ -111,9 +115,16 @@ def test_without_prepared_data_every_missing_task_is_reported_with_its_command(c
     assert "cars_train.tgz" in error and not (tmp_path / "EMPTY").exists()
 
 
-def test_a_mistyped_stream_is_answered_with_the_names_next_to_it(capsys, stream, tmp_path):
+def test_a_mistyped_stream_is_answered_with_the_names_next_to_it(
+    capsys, stream, tmp_path, monkeypatch
+):
     code, error = error_of(capsys, "--stream", tmp_path / "streem")
     assert code == 2 and f"did you mean {stream}?" in error
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        (tmp_path / "pets").mkdir()
+        code, error = error_of(capsys, "--stream", "petz")
+        assert code == 2 and "did you mean pets?" in error
     code, error = error_of(capsys, "--stream", "mtill")
     assert code == 2 and "did you mean mtil" in error
     code, error = error_of(capsys, "--stream", "vdd", "--order", "paper_a")

@@ -172,6 +172,15 @@ def test_show_plots_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
     status, out, _ = cheem("data", "show", "--stream", "stream", "--output", "out/all.png")
     figure = picture(tmp_path / "out" / "all.png")
     assert status == 0 and figure.shape[1] > 500 and figure.std() > 5
+    status, _, _ = cheem("data", "show", "stream/birds", "--output", "out")  # an existing folder
+    assert status == 0 and (tmp_path / "out" / "birds.png").exists()
+    for source, output in (("stream/birds", "birds.jpg"), ("stream", "sheets.png")):
+        status, _, err = cheem("data", "show", source, "--output", output)
+        assert status == 2 and "--output is" in err and not (tmp_path / output).exists()
+    for name in ("a.b", "a b"):
+        pictures(tmp_path / "alike" / name)
+    status, _, _ = cheem("data", "show", "alike", "--output", "two")
+    assert status == 0 and len(list((tmp_path / "two").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -179,6 +188,7 @@ def test_show_plots_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
     [
         (("prepare", "mtill"), "the table of benchmarks has no task 'mtill'; did you mean mtil?"),
         (("prepare", "food10"), "did you mean food101"),
+        (("prepare", "gtsrb", "--image-size", "0"), "image_size is 0; expected pixels, 1 or more"),
         (("list", "vdd,nothing"), "no task 'nothing'; it has aircraft,"),
         (("verify", "nowhere"), "nowhere: no such folder, zip, stream file or benchmark"),
         (("verify", "mtil"), "11 of 11 tasks of 'mtil' are not prepared"),

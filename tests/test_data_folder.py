@@ -204,6 +204,7 @@ def test_meta_json_names_the_classes_in_label_order(tmp_path):
             b'{"classes": ["cat", "cow"]}',
             r"\['dog'\] are neither names nor label numbers|\['cat', 'dog'\] are neither",
         ),
+        (b'{"classes": ["dog", "dog"]}', "meta.json: `classes` repeats dog"),
         (b'{"classes": ["cat", "dog", "eel"]}', "split 'train': no image of 1 of 3 classes: 'eel'"),
     ],
 )

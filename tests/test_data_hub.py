@@ -80,6 +80,21 @@ def test_splits_of_a_saved_data_set_have_usual_names_too(saved):
         plan_hub(saved(train=table(range(8)), val=table(range(8)), validation=table(range(8))))
 
 
+def test_empty_splits_and_rows_without_an_image_are_named(saved, tmp_path):
+    rows = table(range(40))
+    empty = saved(train=rows, test=rows.select([]))
+    with pytest.raises(ValueError, match=r"pets cannot be read: .*without empty splits$"):
+        plan_hub(empty)
+    images = [None, *rows["image"][1:]]
+    lacking = datasets.Dataset.from_dict(
+        {"image": images, "label": rows["label"][:]},
+        features=rows.select_columns(["image", "label"]).features,
+    )
+    lacking.save_to_disk(str(tmp_path / "lacking"))
+    with pytest.raises(ValueError, match=r"'train' #0 cannot be read: the row has no image"):
+        load_tasks([plan_hub(tmp_path / "lacking")], 6, ImagesConfig("memory"))
+
+
 def test_photos_of_a_saved_data_set_are_turned(saved):
     rows = [stored(Image.fromarray(PIXELS[row]), 1 + row % 8) for row in range(40)]
     features = datasets.Features(

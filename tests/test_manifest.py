@@ -7,6 +7,7 @@ from PIL import Image
 
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
 from cheem_jax.data.folder import plan_manifest
+from cheem_jax.data.sources import plan_source
 from cheem_jax.data.verify import verify, without_broken
 
 NAMES = {"cat": 10, "dog": 20}  # each with its grey
@@ -335,6 +336,8 @@ def test_parquet_says_the_same_as_csv(tmp_path):
     numbers = pyarrow.array([int(name == "dog") for name in names], "int8")
     parquet.write_table(pyarrow.table({"path": paths, "label": numbers}), tmp_path / "b.parquet")
     assert plan_manifest(tmp_path / "b.parquet").classes == ("0", "1")
+    (tmp_path / "b.parquet").rename(tmp_path / "b.pq")
+    assert plan_source(str(tmp_path / "b.pq"))[1][0].classes == ("0", "1")
 
 
 @pytest.mark.parametrize(

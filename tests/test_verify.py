@@ -237,6 +237,17 @@ def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_
         without_broken(plan_task(folder))
 
 
+def test_the_only_image_of_a_class_in_a_split_cannot_be_left_out(tmp_path):
+    files = {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(10)}
+    folder = write(tmp_path / "pets", files)
+    val = plan_task(folder).val
+    assert val.labels.tolist().count(0) == 1  # a tenth
+    name = val.files.key(val.labels.tolist().index(0))
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=rf"split 'val': no image of 1 of 2 .*{re.escape(name)}"):
+        without_broken(plan_task(folder))
+
+
 def test_links_to_missing_files_are_broken_images_and_those_to_missing_folders_are_refused(
     tmp_path,
 ):

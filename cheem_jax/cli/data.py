@@ -72,6 +72,10 @@ class Prepare(DataFolder):
     cache_dir: Path | None = None
     """Folder of the decoded images; default: `cheem_jax/images` in the data folder."""
 
+    def __post_init__(self) -> None:
+        if self.image_size is not None and self.image_size < 1:
+            raise ValueError(f"image_size is {self.image_size}; expected pixels, 1 or more")
+
     @property
     def run_dir(self) -> Path:
         """Folder in which a stopped command resumes."""
@@ -205,9 +209,10 @@ def verify_data(settings: Verify) -> None:
     results = {}
     for plan in (plan.turned(True) for plan in plans):
         if settings.skip_broken:
-            # with too many broken images, no image is excluded; the findings list the broken images
-            with contextlib.suppress(ValueError):
+            try:
                 plan = exclude_broken(plan, progress)
+            except ValueError as error:  # no image is excluded; the findings list the broken ones
+                progress.say(f"note: {error}")
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
         caches, corrupted = verify_caches(plan, dict.fromkeys(roots))
@@ -260,6 +265,12 @@ def show_data(settings: Show) -> None:
     plans = [plan.turned(True) for plan in plans]
     is_folder = settings.stream is None and len(plans) > 1
     output = settings.output or absolute(f"{_slug(name)}{'-sheets' if is_folder else '.png'}")
+    if output.is_dir() and not is_folder:
+        output /= f"{_slug(name)}.png"
+    if (output.suffix.lower() != ".png") != is_folder:
+        expected = "a folder for the figures" if is_folder else "a .png file"
+        raise ValueError(f"--output is {str(output)!r}; expected {expected}")
+    slugs = [_slug(plan.name) for plan in plans]
     (output if is_folder else output.parent).mkdir(parents=True, exist_ok=True)
     if settings.stream is not None:
         rows = []
@@ -278,11 +289,12 @@ def show_data(settings: Show) -> None:
             )
         stream_figure(rows, output, title=f"{name}: {len(plans)} tasks")
     else:
-        for plan in plans:
+        for index, (plan, slug) in enumerate(zip(plans, slugs, strict=True)):
             part = plan.splits[settings.split]
             rows = _first_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
             num = f"{len(plan.classes):,} classes · {len(part.labels):,} images"
-            file = output / f"{_slug(plan.name)}.png" if is_folder else output
+            number = f"-{index}" if slugs.count(slug) > 1 else ""
+            file = output / f"{slug}{number}.png" if is_folder else output
             title = f"{plan.name} · {settings.split} · {num}"
             contact_sheet(_decode(part, rows), part.labels[rows], plan.classes, file, title=title)
     Progress().say(f"wrote {shown(output)}")

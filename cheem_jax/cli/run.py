@@ -95,8 +95,8 @@ class RunSettings(Common):
     """`checkpoint` normalises pixels as in pretraining; `unit` scales them to 0..1, as in the
     CODA-Prompt code."""
     router: str | None = None
-    """A smaller network that infers the task ID (`cheem_lite`, `moe_adapters`): a backbone, or
-    alexnet; default: the backbone itself."""
+    """A smaller network that infers the task ID: a backbone, or alexnet; default: the backbone
+    itself. `cheem_lite` and `moe_adapters` need one."""
     router_weights: Path | None = None
     """Weights of the router, as for `--weights`; for alexnet a file that
     convert/torchvision_alexnet.py writes."""
@@ -209,6 +209,8 @@ def make_run_config(settings: RunSettings) -> RunConfig:
             f"--base-data anchors the similarity of CHEEM, which {method.name} does not use; omit"
             " it"
         )
+    if settings.router is None and settings.router_weights is not None:
+        raise ValueError("--router-weights are those of the network that --router names; give both")
     mesh = MeshConfig(settings.devices)
     return RunConfig(
         method, settings.preset, settings.seed, bound, settings.engine, settings.seeds, mesh

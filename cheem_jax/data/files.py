@@ -362,7 +362,7 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
         way_out = (
             "unpack it first, and give the folder"
             if path.suffix.lower() in ARCHIVES
-            else "expected a zip or a folder"
+            else "expected a zip, a folder, or a table (.csv, .tsv, .parquet)"
         )
         raise ValueError(f"{path} is not a readable zip file ({error}); {way_out}") from error
     size = path.stat().st_size

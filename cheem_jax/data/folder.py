@@ -362,6 +362,8 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
         raise ValueError(
             f"{path}/{name}: `classes` must be a list of names in label order, got {names!r:.80}"
         )
+    if repeated := repeats(map(composed, names or ())):
+        raise ValueError(f"{path}/{name}: `classes` repeats {', '.join(repeated[:5])}")
     return names
 
 

@@ -74,6 +74,8 @@ class Records(Encoded):
             example = self._splits[split][position][self.image]
             if isinstance(example, bytes):
                 return example
+            if example is None:
+                raise ValueError("the row has no image")
             return example["bytes"] or self._read_file(example["path"])
         except Exception as error:  # array_record, protobuf and pyarrow raise their own error types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
@@ -471,11 +473,13 @@ def plan_hub(
             roots = _cache_folders(repository)
     except Exception as error:  # the hub, Arrow and `datasets` raise their own error types
         reason = " ".join(f"{error or type(error).__name__}".split())[:300]
-        raise ValueError(
-            f"{title} cannot be read: {reason}; check the name (hf:OWNER/NAME or"
-            " hf:OWNER/NAME:CONFIG) and the network, or give a folder that save_to_disk of the"
-            " library datasets wrote"
-        ) from error
+        way_out = (
+            "check the name (hf:OWNER/NAME or hf:OWNER/NAME:CONFIG) and the network, or give a"
+            " folder that save_to_disk of the library datasets wrote"
+        )
+        if isinstance(source, Path):
+            way_out = "save it again with save_to_disk, without empty splits"
+        raise ValueError(f"{title} cannot be read: {reason}; {way_out}") from error
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     split_by_name = splits_of(title, splits)
     if "train" not in split_by_name.values() and not (split_by_name and purpose == "measure"):

@@ -103,7 +103,7 @@ def plan_source(
         return plan_stream_file(
             path, tasks, data_dir=data_dir, seed=seed, purpose=purpose, class_split=class_split
         )
-    elif path.suffix.lower() in (".csv", ".tsv", ".parquet"):
+    elif path.suffix.lower() in (".csv", ".tsv", ".parquet", ".pq"):
         name = path.stem
         plans = [plan_manifest(path, seed=seed, purpose=purpose)]
     else:
@@ -190,12 +190,10 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
 
 def _nearest(source: str, path: Path) -> str:
     """Suggest similar names: benchmarks, their tasks, protocols, and files next to the path."""
-    siblings = (
-        [str(path.parent / entry.name) for entry in path.parent.iterdir()]
-        if path.parent.is_dir()
-        else []
-    )
-    names = [*BENCHMARKS, *BY_NAME, *PROTOCOLS, *siblings]
+    siblings = []
+    if path.parent.is_dir():
+        siblings = [str(Path(source).parent / entry.name) for entry in path.parent.iterdir()]
+    names = dict.fromkeys((*BENCHMARKS, *BY_NAME, *PROTOCOLS, *siblings))
     near = difflib.get_close_matches(source, names, n=3, cutoff=0.6)
     return (
         f"; did you mean {' or '.join(near)}?"

@@ -216,7 +216,8 @@ def without_broken(
     of the removed images, and an error message for each removed image.
 
     Raises ValueError if more than 5 % of the images of a split, or of a class in all splits
-    together, are unreadable. The limit is rounded up to a whole number of images.
+    together, are unreadable, or if a split has no other image of a class. The limit is rounded up
+    to a whole number of images.
     """
     rows: dict[str, list[int]] = {split: [] for split in plan.splits}
     reasons, skipped = list[str](), list[str]()
@@ -246,7 +247,13 @@ def without_broken(
         split: EncodedSplit(Chosen(part.files, rows[split]), part.labels[rows[split]])
         for split, part in plan.splits.items()
     }
-    return dataclasses.replace(plan, **parts, skipped=tuple(skipped)), reasons
+    try:
+        return dataclasses.replace(plan, **parts, skipped=tuple(skipped)), reasons
+    except ValueError as error:  # a split lost the last image of a class
+        raise ValueError(
+            f"{error}, without the unreadable images; remove these files, or add images of the"
+            f" class; the first one is {reasons[0]}"
+        ) from error
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:

@@ -53,10 +53,12 @@ def check_settings(directory: Path, config: Mapping[str, Any], *, is_whole: bool
     if not is_whole:
         recorded = {key: value for key, value in recorded.items() if key in config}
     if differences := find_differences(recorded, to_json(config)):
+        is_data = any(leaf.place[0] == "data_sha256" for leaf in differences)
+        data = "; streamed images need unchanged files and --images.keep stream" * is_data
         raise ValueError(
             f"run directory {str(directory)!r} contains another run:"
             f" {summary(differences, 'settings')}. Choose another --run-dir, or use the"
-            " settings of that run"
+            f" settings of that run{data}"
         )
 
 

@@ -25,6 +25,12 @@ def collected(runs: Path, to: Path) -> int:
     return collect.main(collect.Collect((runs,), to))
 
 
+def test_a_folder_without_finished_runs_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no finished run below .*empty; expected run directories"):
+        collected(tmp_path / "empty", tmp_path / "results")
+
+
 def test_a_finished_run_is_collected_and_an_unfinished_run_is_left_out(runs, tmp_path, capsys):
     assert collected(runs, tmp_path / "to") == 0
     said = capsys.readouterr().out.replace("\n", "")
