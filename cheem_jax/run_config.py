@@ -24,7 +24,7 @@ from cheem_jax.cheem.config import CheemConfig, Preset
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing import PAPER
-from cheem_jax.core.settings import Placement, Precision, SeedsConfig, Token
+from cheem_jax.core.settings import Placement, Precision, SeedsConfig, Token, check_seed
 from cheem_jax.data.task import Stream, hash_images
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
@@ -54,6 +54,9 @@ class RunConfig:
     seeds: SeedsConfig = SeedsConfig()
     mesh: MeshConfig = MeshConfig()
     """Devices of the run; a run can resume on other devices."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 class BaseMeans(NamedTuple):

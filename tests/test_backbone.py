@@ -157,6 +157,8 @@ def test_an_image_size_off_the_patch_grid_is_answered_with_its_neighbours():
         ValueError, match="100 is not a multiple of deit_tiny's patch size 16; try 96 or 112"
     ):
         at_image_size(CONFIGS["deit_tiny"], 100)
+    with pytest.raises(ValueError, match="4112 is too large; expected at most 4096 pixels"):
+        at_image_size(CONFIGS["deit_tiny"], 4112)
 
 
 def test_a_backbone_without_a_head_says_so(nano):

@@ -23,10 +23,12 @@ from rich.console import Console
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
 from cheem_jax.cli.main import main
-from cheem_jax.cli.memory import grouped
+from cheem_jax.cli.memory import Learn, grouped
 from cheem_jax.data.task import Split
 from cheem_jax.memory import create
+from cheem_jax.memory import directory as directory_module
 from cheem_jax.memory.forgetting import PoolPosition
+from cheem_jax.run.directory import hold
 from cheem_jax.run.record import read
 from cheem_jax.run.results import results_of
 
@@ -224,6 +226,11 @@ def test_none_of_my_tasks_can_be_said(capsys, memory, tmp_path):
     Image.fromarray(noise).save(tmp_path / "noise.png")
     status, out, _ = cheem(capsys, "predict", memory, tmp_path / "noise.png", "--open-set", "0.05")
     assert status == 0 and "none of my tasks" in out
+    words = ["predict", memory, tmp_path / "noise.png", "--open-set", "0.05", "--format", "csv"]
+    status, out, _ = cheem(capsys, *words)
+    assert status == 0
+    (row,) = csv.DictReader(out.splitlines())
+    assert row["task"] == row["class"] == "" and float(row["distance"]) > 0
     status, _, err = cheem(capsys, "predict", memory, tmp_path / "noise.png", "--open-set", "2")
     assert status == 2 and "open_set is 2" in err
 
@@ -359,8 +366,15 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
     twice = write_task(tmp_path / "twice", TASKS[FIRST], num=2)
     name = TASKS[FIRST].classes[0]
     shutil.copytree(twice / "train" / name, twice / "train" / name.swapcase())
-    for data, said in ((tmp_path / "nowhere", "no such folder"), (twice, "differ only in")):
-        status, _, err = cheem(capsys, "learn", tmp_path / "new", data, "--backbone", "vit_micro")
+    for data, said in (
+        ([tmp_path / "nowhere"], "no such folder"),
+        ([twice], "differ only in"),
+        ([photos / FIRST, "--name", ""], "a task needs a name"),
+        ([photos / FIRST, "--save-every", "-1"], "save_every is -1.0; expected seconds"),
+        ([photos / FIRST, "--seed", 2**32], "expected an integer from 0 to 4294967295"),
+        ([photos / FIRST, "--image-size", 10**8], "expected at most 4096 pixels"),
+    ):
+        status, _, err = cheem(capsys, "learn", tmp_path / "new", *data, "--backbone", "vit_micro")
         assert status == 2 and said in err and not (tmp_path / "new").exists()
     occupied = tmp_path / "taken"
     occupied.mkdir()
@@ -369,6 +383,41 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
     assert status == 2
     assert "not empty" in err
     assert [file.name for file in occupied.iterdir()] == ["letter.txt"]
+
+
+def test_a_wrong_option_does_not_begin_a_task_in_an_existing_memory(capsys, copied, tmp_path):
+    folder = write_task(tmp_path / "more", small.task("fish", 2), num=2)
+    before = (copied / "config.json").read_bytes()
+    status, _, err = cheem(capsys, "learn", copied, folder, "--save-every", "nan")
+    assert status == 2 and "save_every is nan" in err
+    assert (copied / "config.json").read_bytes() == before
+
+
+def test_a_memory_in_which_another_process_learns_outlives_a_failure(
+    capsys, tmp_path, photos, monkeypatch
+):
+    directory = tmp_path / "pets"
+
+    def load(settings, plans, memory, progress):
+        with hold(directory):  # the other process
+            raise ValueError("broken image")
+
+    monkeypatch.setattr(Learn, "load", load)
+    words = ["learn", directory, photos / FIRST, "--backbone", "vit_micro"]
+    remove = directory_module.remove_memory
+    with monkeypatch.context() as patch:
+        patch.setattr(directory_module, "remove_memory", lambda _: pytest.fail("removed"))
+
+        def load_beside(settings, plans, memory, progress):
+            memory.state.write(learning={"name": "a", "number": 0, "data_sha256": "0"})
+            raise ValueError("broken image")
+
+        patch.setattr(Learn, "load", load_beside)
+        status, _, err = cheem(capsys, *words)
+    assert status == 2 and "broken image" in err and (directory / "config.json").exists()
+    remove(directory)
+    status, _, err = cheem(capsys, *words)
+    assert status == 2 and "broken image" in err and not directory.exists()
 
 
 @pytest.mark.full

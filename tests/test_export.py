@@ -2,6 +2,7 @@
 half-done."""
 
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -373,6 +374,8 @@ def test_places_and_tasks_that_do_not_fit_are_refused_before_any_work(tmp_path):
     subject = example.subject()
     with pytest.raises(ValueError, match=r"'onnx' ends with '\.onnx', not '\.pb'"):
         export(subject, tmp_path / "memory.pb", "onnx")
+    with pytest.raises(ValueError, match="unknown kind 'foo'; expected one of stablehlo, onnx"):
+        inspect.unwrap(export)(subject, tmp_path / "memory.onnx", "foo")  # without type checks
     with pytest.raises(ValueError, match="no task 'grow'; did you mean grown"):
         export(subject, tmp_path / "grown.onnx", "onnx", task="grow")
     with pytest.raises(ValueError, match="choose one of plain, grown, chained, early"):

@@ -1294,6 +1294,25 @@ def test_an_invalid_memory_is_reported_before_anything_is_read(tmp_path, copied)
             with pytest.raises(ValueError, match=r"unknown settings \['score'\]"):
                 cheem_jax.open(copied)
     assert cheem_jax.open(copied).tasks
+    for name, value in (
+        ("num_learned", "3"),
+        ("generation", None),
+        ("generation", "1"),
+        ("data_sha256", []),
+        ("learning", {}),
+        ("extended", None),
+        ("extended", {"task1": [{}]}),
+        ("forgetting", [{"index": 1}]),
+        ("seed", "x"),
+        ("upright", None),
+        ("preset", 5),
+        ("tasks", None),
+        ("method", {**config["method"], "batch_size": 1.5}),
+        ("method", {**config["method"], "sampling": "always"}),
+    ):
+        (copied / "config.json").write_text(json.dumps({**config, name: value}))
+        with pytest.raises(ValueError, match=r"config\.json.*if it was edited"):
+            cheem_jax.open(copied)
     (copied / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         cheem_jax.open(copied)
@@ -1314,6 +1333,29 @@ def test_a_corrupted_task_is_named_and_the_others_can_answer(copied, learned):
     np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
     with pytest.raises(ValueError, match="opened with usable"):
         usable.learn(STREAM)
+
+
+def test_a_missing_task_is_named_and_the_others_can_answer(copied, learned):
+    root = copied / "generation-0001" / "cheem"
+    logits = given(cheem_jax.open(learned), "task2")
+    shutil.rmtree(root / "001-task1")
+    with pytest.raises(ValueError, match="lacks learned tasks"):
+        cheem_jax.open(copied)
+    usable = cheem_jax.open(copied, usable=True)
+    assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
+    assert usable.lost == {"001": "its directory is missing; restore it from a copy"}
+    np.testing.assert_array_equal(given(usable, "task2"), logits)
+    shutil.rmtree(root / "002-task2")
+    usable.refresh()
+    assert [task.name for task in usable.tasks] == ["task0"]
+    assert list(usable.lost or {}) == ["001", "002"]
+
+
+def test_a_usable_memory_follows_what_another_process_forgets(copied):
+    usable = cheem_jax.open(copied, usable=True)
+    cheem_jax.open(copied).forget("task1")
+    usable.refresh()
+    assert [task.name for task in usable.tasks] == ["task0", "task2"] and usable.lost == {}
 
 
 def test_info_needs_no_network_and_tells_the_same(copied):
@@ -1520,6 +1562,9 @@ def test_the_network_stays_where_it_is_better_or_the_preset_is_the_papers(tmp_pa
 def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):
     with pytest.raises(ValueError, match="unknown backbone"):
         cheem_jax.create(tmp_path / "pets", backbone="deit_tinny")
+    for seed in (-1, 2**32, True):
+        with pytest.raises(ValueError, match="expected an integer from 0 to"):
+            cheem_jax.create(tmp_path / "pets", backbone="vit_nano", seed=seed)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -130,7 +130,11 @@ def test_a_page_shows_the_last_evaluation_until_the_memory_changes(moment):
     (directory / "evaluated.json").write_text('{"state": [1, 3], "tasks": {"task0": {}}}')
     assert "(0 measured so far)" in parsed(directory).text  # not as it is written
     memory.store_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
+    stale = cheem_jax.open(directory)
     memory.forget("task0")
+    assert not (directory / "evaluated.json").exists()
+    with pytest.raises(ValueError, match="has changed since it was read"):
+        stale.store_scores([TaskScore("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     assert not (directory / "evaluated.json").exists()
     assert "(0 measured so far)" in parsed(directory).text
 

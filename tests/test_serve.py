@@ -147,6 +147,11 @@ def test_a_form_with_one_file_is_one_answer_and_with_several_a_list_in_their_ord
     assert result["seconds"] > 0
 
 
+def test_a_form_in_an_unknown_charset_is_400(served: Served):
+    answer = served.predict(form(picture(BLUE)), f"{FORM}; charset=undefined")
+    assert answer.status == 400 and "the form cannot be read" in answer.json["error"]
+
+
 def test_of_several_files_a_bad_one_fails_alone(served: Served):
     files = (picture(RED), b"text", b"", large_png(2_000, 2_000), picture(BLUE))
     answer = served.predict(form(*files), FORM)
@@ -351,6 +356,7 @@ def test_a_wrong_method_is_405_and_names_the_right_one(served: Served):
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
     assert "POST" in answer.json["error"]
     assert served.ask("POST", "/health", b"").status == 405
+    assert "POST to /predict" in served.ask("POST", "/", b"").json["error"]
 
 
 def test_another_host_name_is_refused_where_only_this_machine_can_ask(served: Served):
@@ -427,7 +433,8 @@ def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_image(gated: C
         gated.gate.set()
         assert [answer.result().status for answer in waiting] == [200, 200]
         wait_until(lambda: served.service.num_images == 0)
-        assert served.predict(form(PNG, PNG, PNG), FORM).status == 429
+        refused = served.predict(form(PNG, PNG, PNG), FORM)  # which would never fit
+        assert refused.status == 400 and "Maximum number of files is 2" in refused.json["error"]
         assert served.predict(PNG).status == 200
 
 

@@ -258,9 +258,18 @@ def closest(name: str, names: Iterable[str]) -> str:
     return f"expected one of {', '.join(sorted(names))}"
 
 
+LARGEST_IMAGE = 4096
+"""Maximum height and width in pixels to which position embeddings are resampled. Attention over
+more patches does not fit into the memory of today's devices."""
+
+
 def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:
     """Return a copy of the config with `image_size` in pixels. Raises ValueError if `image_size` is
-    not a multiple of the patch size."""
+    not a multiple of the patch size, or larger than `LARGEST_IMAGE`."""
+    if image_size > LARGEST_IMAGE:
+        raise ValueError(
+            f"image size {image_size} is too large; expected at most {LARGEST_IMAGE} pixels"
+        )
     if image_size < config.patch_size or image_size % config.patch_size:
         lower = max(image_size // config.patch_size, 1) * config.patch_size
         raise ValueError(

@@ -16,6 +16,7 @@ from cheem_jax.run.checkpoint import (
     each_task,
     load_task,
     named,
+    numbered_tasks,
     save_task,
     saved_tasks,
     task_directory,
@@ -80,6 +81,9 @@ def save_forgotten(root: Path, memory: InternalMemory, number: int) -> Path:
 
 
 FORGOTTEN = ".forgotten"
+MOST_TASKS = 100_000
+"""Maximum number of tasks that are looked for in a corrupted memory, whose settings can contain any
+number."""
 
 
 def open_memory(root: Path, pool: Pool) -> InternalMemory:
@@ -139,20 +143,30 @@ def _with_forgotten(
     return InternalMemory(tuple(pool), memory.tasks, (*memory.forgotten, number))
 
 
-def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]:
+def open_usable(
+    root: Path, pool: Pool, num_learned: int = 0
+) -> tuple[InternalMemory, dict[str, str]]:
     """Open a corrupted memory without its lost tasks. Given the task ID, predictions for the
     remaining tasks do not change.
 
     Returns a memory with the remaining tasks, and the error for each lost task, keyed by directory
-    name. A task is lost if it is corrupted, or if it uses or adapts an expert of a lost task. The
-    pool of the returned memory has gaps, so the memory can predict but not learn.
+    name. A task is lost if its directory is corrupted or missing, or if it uses or adapts an expert
+    of a lost task. `num_learned` is the number of tasks that were ever learned; the key of a
+    missing directory is its number. The pool of the returned memory has gaps, so the memory can
+    predict but not learn.
     """
     blocks = [list(block) for block in pool]
     tasks = list[TaskMemory]()
     lost = dict[str, str]()
     absent = list[int]()
     gap = gone()
-    for number, directory in enumerate(saved_tasks(root)):
+    directories = numbered_tasks(root)
+    num = max(len(saved_tasks(root)), min(num_learned, MOST_TASKS))
+    for number in range(num):
+        if (directory := directories.get(number)) is None:
+            lost[f"{number:03d}"] = "its directory is missing; restore it from a copy"
+            absent.append(number)
+            continue
         try:
             arrays, meta = load_task(directory)
             with named(directory):

@@ -106,7 +106,7 @@ def predict_images(settings: Predict) -> int:
             writer.writeheader()
             for answer in predictions():
                 row = _csv_row(answer)
-                writer.writerow({column: printable(text) for column, text in row.items()})
+                writer.writerow({column: printable(text or "") for column, text in row.items()})
         case "table":
             rows = [_table_row(answer) for answer in predictions() if not answer.prediction.error]
             if rows:
@@ -146,15 +146,22 @@ def _read_standard_input() -> list[str | bytes]:
     data = sys.stdin.buffer.read()
     if b"\0" in data:  # images contain NUL bytes, file names do not
         return [data]
-    return [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
+    names = [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
+    if not names:
+        raise ValueError("standard input is empty; expected an image, or one file name per line")
+    return list[str | bytes](names)
 
 
-def _csv_row(answer: FilePrediction) -> dict[str, str]:
+def _csv_row(answer: FilePrediction) -> dict[str, str | None]:
     prediction = answer.prediction
     if prediction.error:
         return {"file": answer.file, "error": prediction.error}
     distance = f"{prediction.near[0].distance:.6f}"
-    row = {"file": answer.file, "task": prediction.task, "distance": distance}
+    row: dict[str, str | None] = {
+        "file": answer.file,
+        "task": prediction.task,  # None for a rejected image
+        "distance": distance,
+    }
     columns = (("class", "probability"), ("second", "second_probability"))
     for (label, probability), guess in zip(columns, prediction.guesses, strict=False):
         row |= {label: guess.label, probability: f"{guess.probability:.6f}"}
@@ -206,7 +213,7 @@ def evaluate_memory(settings: Evaluate) -> None:
         try:
             memory.store_scores(scores)
             refresh_page(memory.directory)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             progress.say(f"note: these scores cannot be saved for `cheem report` ({error})")
     if settings.json:
         entries = [score._asdict() for score in scores]

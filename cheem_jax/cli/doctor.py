@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -110,6 +111,8 @@ class Check(NamedTuple):
 
 def run_probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     """Run all checks in another process. Return findings, keyed by check, and problems."""
+    if not 0 < settings.timeout < math.inf:
+        raise ValueError(f"timeout is {settings.timeout:g}; expected seconds, above 0 and finite")
     program = f"from cheem_jax.cli import doctor; doctor.probe({settings.network})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(

@@ -25,7 +25,7 @@ from cheem_jax.export import Format, kind_of
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
 from cheem_jax.memory.contents import read_config
 from cheem_jax.memory.data import decode
-from cheem_jax.memory.directory import remove_memory
+from cheem_jax.memory.directory import remove_empty
 from cheem_jax.memory.forgetting import PoolPosition, RetainedExpert
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import read_base_task
@@ -165,8 +165,8 @@ class Learn(OfData, OfMemory):
 
 
 def learn_tasks(settings: Learn) -> None:
-    """Read the data, create the memory if it does not exist, and learn the new tasks. If the data
-    cannot be read, no memory without tasks is left behind."""
+    """Read the data, create the memory if it does not exist, and learn the new tasks. An error
+    before the first task begins leaves no memory without tasks behind."""
     progress = Progress()
     plans = settings.plans("learn" if settings.extend is None else "extend")
     if settings.name is not None and len(plans) > 1:
@@ -186,19 +186,18 @@ def learn_tasks(settings: Learn) -> None:
         f"{memory.config.image_size} pixels, {_tasks(len(memory.tasks))} so far"
     )
     try:
-        tasks = settings.load(plans, memory, progress)
+        memory.learn(
+            settings.load(plans, memory, progress),
+            name=settings.name,
+            extend=settings.extend,
+            progress=progress,
+            save_every=settings.save_every,
+            discard_unfinished=settings.discard_unfinished,
+        )
     except BaseException:
-        if fresh and not memory.tasks:  # do not leave an empty memory behind
-            remove_memory(memory.directory)
+        if fresh:
+            remove_empty(memory.directory)
         raise
-    memory.learn(
-        tasks,
-        name=settings.name,
-        extend=settings.extend,
-        progress=progress,
-        save_every=settings.save_every,
-        discard_unfinished=settings.discard_unfinished,
-    )
     refresh_page(memory.directory)
     place = shown(memory.directory)
     names = ", ".join(task.name for task in memory.tasks)
@@ -297,7 +296,11 @@ def _differences(settings: Learn, memory: OpenMemory, progress: Progress) -> Ite
 
 
 def _read_names(file: Path) -> tuple[str, ...]:
-    return tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error}); save it as UTF-8") from None
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 @dataclasses.dataclass(frozen=True)

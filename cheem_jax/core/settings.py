@@ -24,6 +24,13 @@ class Advance(Protocol):
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
+def check_seed(seed: int) -> None:
+    """Raise ValueError if a seed is not an integer in [0, 2**32). JAX uses the lowest 32 bits of a
+    seed, so that other integers would repeat the keys of a smaller one."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed!r:.40}; expected an integer from 0 to {2**32 - 1}")
+
+
 @dataclasses.dataclass(frozen=True)
 class SeedsConfig:
     """Separate seeds, for varying one source of randomness at a time. A seed that is None is
@@ -37,6 +44,11 @@ class SeedsConfig:
     """Seed of the architectures that supernet training samples."""
     search: int | None = None
     """Seed of the evolutionary search."""
+
+    def __post_init__(self) -> None:
+        for seed in vars(self).values():
+            if seed is not None:
+                check_seed(seed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,6 +105,8 @@ def export(
     without writing a file, if the results of the file differ from those of the network by more than
     1e-4; if the largest absolute logit exceeds 1, the difference is relative to that logit.
     """
+    if kind not in SUFFIXES:
+        raise ValueError(f"unknown kind {kind!r}; expected one of {', '.join(SUFFIXES)}")
     description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
     if file.suffix != SUFFIXES[kind]:
         raise ValueError(

@@ -203,6 +203,10 @@ def learn_task(
             f"the record of {str(state.directory)!r} has no entry of task {task.name!r}, so it"
             " cannot be extended; restore the record from a copy"
         )
+    learner = setup.learner(before)
+    # a refusal must not leave an interrupted task behind
+    session.check_stop()
+    session.check_room(learner.bytes_needed(task), f"task {task.name!r}")
     state = state.write(
         learning={"name": task.name, "number": number, "data_sha256": data_sha256},
         tasks=tuple(dict.fromkeys((*state.names, task.name))),
@@ -212,9 +216,6 @@ def learn_task(
         lambda entry: entry["event"] != "learned" or entry["report"]["index"] < index
     )
     start = Mark.now()
-    learner = setup.learner(before)
-    session.check_stop()
-    session.check_room(learner.bytes_needed(task), f"task {task.name!r}")
     session.begin(learner.name, task.name, number)
     if not is_extension:
         after, report = learn(before, task, setup, session)

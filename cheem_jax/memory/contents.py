@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,11 @@ SETTINGS = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps
 """Settings that `cheem info` displays."""
 COSTS = ("experts", "flops_executed", "params_added", "params_added_percent")
 """Costs of a task that `cheem info` displays."""
+
+
+LEARNING = ("name", "number", "data_sha256")
+"""Keys of the task that is being learned."""
+WAY_OUT = "if it was edited or written by another version, learn the tasks again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +109,20 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def parse_config(values: Mapping[str, Any], directory: Path) -> MemoryConfig:
-    """Convert the values of `config.json` to a MemoryConfig. Raises ValueError for unknown or
-    missing settings."""
+    """Convert the values of `config.json` to a MemoryConfig. Raises ValueError for unknown, missing
+    or invalid settings."""
+    file = directory / NAME
     settings = {name: value for name, value in values.items() if name != "format"}
-    return parse_settings(MemoryConfig, settings, directory / NAME)
+    config = parse_settings(MemoryConfig, settings, file)
+    extensions = [one for task in config.extended.values() for one in task]
+    for name, entries, keys in (
+        ("learning", () if config.learning is None else (config.learning,), LEARNING),
+        ("forgetting", config.forgetting or (), ("index", "name")),
+        ("extended", extensions, ("data_sha256",)),
+    ):
+        if missing := sorted(key for key in keys if not all(key in one for one in entries)):
+            raise ValueError(f"the setting {name!r} in {file} lacks {missing}; {WAY_OUT}")
+    return config
 
 
 REMOVED = {"score": "shared_head", "score_images": 0}
@@ -119,19 +135,42 @@ def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
     Raises ValueError with the name of the file and of each unknown or missing setting.
     """
     hints = typing.get_type_hints(kind)
-    way_out = "if it was edited or written by another version, learn the tasks again"
     values = {key: value for key, value in values.items() if REMOVED.get(key, ...) != value}
     if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(kind)}):
-        raise ValueError(f"{file} contains unknown settings {unknown}; {way_out}")
+        raise ValueError(f"{file} contains unknown settings {unknown}; {WAY_OUT}")
     settings = {}
     try:
         for name, value in values.items():
             if dataclasses.is_dataclass(hints[name]) and isinstance(hints[name], type):
                 value = parse_settings(hints[name], value, file)
-            settings[name] = tuple(value) if isinstance(value, list) else value
+            value = tuple(value) if isinstance(value, list) else value
+            if not _fits(value, hints[name]):
+                raise TypeError(f"{name} is {value!r:.60}")
+            settings[name] = value
         return kind(**settings)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"the settings in {file} are invalid ({error}); {way_out}") from error
+        raise ValueError(f"the settings in {file} are invalid ({error}); {WAY_OUT}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a parsed JSON value has the type `hint`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (Any, ...):
+        return True
+    if origin is typing.Literal:
+        return value in args
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, one) for one in args)
+    if hint is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, origin or hint):
+        return False
+    if origin is dict:
+        return all(_fits(one, args[1]) for one in value.values())
+    # a tuple has one type for all values, followed by `...`, or a type per value
+    return all(_fits(one, args[0]) for one in value) if origin in (tuple, list) else True
 
 
 def checkpoint_folder(directory: Path, generation: int) -> Path:

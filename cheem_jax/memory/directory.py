@@ -28,11 +28,17 @@ from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
 from cheem_jax.core.atomic import REFUSING, to_disk, write_atomically
 from cheem_jax.core.paths import is_of_system
 from cheem_jax.core.pool import InternalMemory
-from cheem_jax.memory.contents import FORMAT, MemoryConfig, checkpoint_folder
+from cheem_jax.memory.contents import (
+    FORMAT,
+    MemoryConfig,
+    checkpoint_folder,
+    parse_config,
+    read_config,
+)
 from cheem_jax.memory.forgetting import changed_tasks, without_task
 from cheem_jax.report.memories import EVALUATED
 from cheem_jax.run.checkpoint import copy_task, saved_tasks
-from cheem_jax.run.directory import NAME, OURS
+from cheem_jax.run.directory import NAME, OURS, hold
 from cheem_jax.run.record import Record, read, to_json
 from cheem_jax.run.results import write_results
 
@@ -188,6 +194,15 @@ def new_directory(directory: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_empty(directory: Path) -> None:
+    """Remove a memory that never learned or began a task. A memory that another process has locked
+    stays, because that process can learn a task."""
+    with contextlib.suppress(ValueError), hold(directory):
+        config = parse_config(read_config(directory), directory)
+        if not config.num_learned and config.learning is None:
+            remove_memory(directory)
 
 
 def remove_memory(directory: Path) -> None:

@@ -14,7 +14,7 @@ from cheem_jax.cheem.config import PRESETS, QUICK_PLUS, CheemConfig, LearnPreset
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing import calibrate, centroid_distances, fit_statistics
-from cheem_jax.core.settings import SeedsConfig
+from cheem_jax.core.settings import SeedsConfig, check_seed
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
@@ -95,6 +95,7 @@ def create(
         vit = pretrained.config
         router = auto_router(vit.width, vit.depth)
         config = dataclasses.replace(config, router=router, augment=True)
+    check_seed(seed)
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     if keep_base and base_data is None:
         raise ValueError(

@@ -23,7 +23,7 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.feed import memory_budget
 from cheem_jax.export import Exported, Format, Subject, export, kind_of
 from cheem_jax.memory.changing import conditions, forget_tasks, learn_tasks, read_new_tasks
-from cheem_jax.memory.contents import MemoryConfig, describe
+from cheem_jax.memory.contents import MemoryConfig, describe, parse_config, read_config
 from cheem_jax.memory.data import Data, ImageInput
 from cheem_jax.memory.forgetting import Forgotten
 from cheem_jax.memory.learning import make_setup
@@ -36,7 +36,7 @@ from cheem_jax.memory.scoring import (
     score_task,
     to_evaluated,
 )
-from cheem_jax.memory.state import MemoryState, read_base, read_state
+from cheem_jax.memory.state import MemoryState, read_base, read_state, read_usable
 from cheem_jax.report.memories import store_evaluated
 from cheem_jax.run.directory import hold
 from cheem_jax.run.fingerprint import digest
@@ -112,7 +112,10 @@ class OpenMemory:
         Raises ValueError with the name of every corrupted task.
         """
         pool = self.executor.base_pool
-        if self.lost is not None:
+        if self.lost is not None and not self.is_run:
+            state, self.lost = read_usable(self.directory, pool)
+            self._set(state)
+        elif self.lost is not None:
             internal, self.lost = open_usable(self.root, pool)
             self._set(dataclasses.replace(self.state, internal=internal))
         elif self.is_run:
@@ -269,8 +272,20 @@ class OpenMemory:
         return score_open_set(labelled, split, unknown, self.predictor())
 
     def store_scores(self, scores: Sequence[TaskScore]) -> None:
-        """Store test scores for `cheem report`; they are ignored after the memory changes."""
-        store_evaluated(self.directory, dataclasses.asdict(self.config), to_evaluated(scores))
+        """Store test scores for `cheem report`; they are ignored after the memory changes.
+
+        Raises ValueError, and stores nothing, if another process changes the memory or has changed
+        it since it was read.
+        """
+        with hold(self.directory):
+            config = parse_config(read_config(self.directory), self.directory)
+            versions = [(one.generation, one.num_learned) for one in (self.config, config)]
+            if versions[0] != versions[1]:
+                raise ValueError(
+                    f"memory {str(self.directory)!r} has changed since it was read; repeat the"
+                    " evaluation"
+                )
+            store_evaluated(self.directory, dataclasses.asdict(config), to_evaluated(scores))
 
     def export(
         self,
@@ -286,12 +301,12 @@ class OpenMemory:
         By default, the suffix of the file determines `kind`: .onnx, .stablehlo, or .safetensors
         (`timm`).
         """
-        if task is not None and open_set is not None:
-            raise ValueError(
-                "the network of one task has no router, so open_set has no effect; omit task or"
-                " open_set"
-            )
         kind = kind or kind_of(Path(file))
+        if open_set is not None and (task is not None or kind == "timm"):
+            raise ValueError(
+                "the network of one task has no router, so open_set has no effect; omit open_set,"
+                " or export the whole memory as onnx or stablehlo"
+            )
         thresholds = self.predictor(open_set=open_set).thresholds
         subject = Subject(
             self.vit,

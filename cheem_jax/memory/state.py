@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.cheem.saved_memory import open_memory
+from cheem_jax.cheem.saved_memory import open_memory, open_usable
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.pool import Head, InternalMemory, Pool, TaskMemory
 from cheem_jax.data.task import Task, check_names, fingerprint, spelled_as
@@ -150,6 +150,22 @@ def read_state(directory: Path, pool: Pool) -> MemoryState:
             " folder from a copy"
         )
     return MemoryState(directory, config, internal)
+
+
+def read_usable(directory: Path, pool: Pool) -> tuple[MemoryState, dict[str, str]]:
+    """Read a corrupted memory with its usable tasks only; `pool` contains only the backbone's
+    experts.
+
+    The second value contains the reason for each lost task, keyed by the folder of the task. See
+    `open_usable`.
+    """
+    while True:
+        config = parse_config(read_config(directory), directory)
+        root = checkpoint_folder(directory, config.generation)
+        internal, lost = open_usable(root, pool, config.num_learned)
+        # another process can have replaced the generation in the meantime
+        if read_config(directory)["generation"] == config.generation:
+            return MemoryState(directory, config, internal), lost
 
 
 def read_base(directory: Path, vit: ViT) -> TaskMemory:

@@ -358,16 +358,23 @@ def _hash_file(file: Path) -> str:
 
 
 def saved_tasks(root: Path) -> list[Path]:
-    """List the directories of tasks 0, 1, ... until a number is missing. A directory with a name
-    such as `003.forgotten` belongs to a forgotten task."""
-    names: dict[str, str] = {}
+    """List the directories of tasks 0, 1, ... until a number is missing."""
+    directories = numbered_tasks(root)
+    return [
+        directories[number]
+        for number in itertools.takewhile(directories.__contains__, itertools.count())
+    ]
+
+
+def numbered_tasks(root: Path) -> dict[int, Path]:
+    """Return the directories of tasks, keyed by task number. A directory with a name such as
+    `003.forgotten` belongs to a forgotten task."""
+    directories: dict[int, Path] = {}
     if root.is_dir():
         # if directories share a number, the first by name is used
         for name in sorted(os.listdir(root), reverse=True):
             # copies made by a file browser have names that do not match
-            if match := re.fullmatch(r"(\d{3,})(-[a-z0-9-]+|\.forgotten)", name):
-                names[match[1]] = name
-    directories: list[Path] = []
-    while (number := f"{len(directories):03d}") in names:
-        directories.append(root / names[number])
+            match = re.fullmatch(r"(\d{3,})(-[a-z0-9-]+|\.forgotten)", name)
+            if match and match[1] == f"{int(match[1]):03d}":
+                directories[int(match[1])] = root / name
     return directories

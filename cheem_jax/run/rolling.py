@@ -34,6 +34,12 @@ class Saved(NamedTuple):
     meta: dict[str, Any]
 
 
+def check_interval(save_every: float | None) -> None:
+    """Raise ValueError if the number of seconds between rolling checkpoints is negative or NaN."""
+    if save_every is not None and not save_every >= 0:
+        raise ValueError(f"save_every is {save_every}; expected seconds, 0 or more")
+
+
 class Rolling:
     """The rolling checkpoint of a method in a run. A save is due every `every` seconds; if `every`
     is None, the interval depends on the duration of the last save."""
@@ -45,8 +51,6 @@ class Rolling:
         every: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if every is not None and not every >= 0:
-            raise ValueError(f"save_every is {every}; expected seconds, 0 or more")
         self.root = root
         self.every = every
         self.clock = clock

@@ -17,7 +17,7 @@ from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.fingerprint import digest
 from cheem_jax.run.progress import Progress, Status
 from cheem_jax.run.record import Record
-from cheem_jax.run.rolling import Rolling, Saved
+from cheem_jax.run.rolling import Rolling, Saved, check_interval
 
 CALLS_BETWEEN = 8
 """Number of progress reports after which the processes of a job agree again on saving and
@@ -47,6 +47,7 @@ class Session:
         save_every: float | None = None,
         advance: Advance = no_progress,
     ):
+        check_interval(save_every)
         self.progress = progress
         self.stop = Stop() if stop is None else stop
         self.checkpoints = checkpoints
@@ -225,6 +226,7 @@ def open_session(
     Raises ValueError if another process has locked the directory, or if the directory contains
     other files or another run.
     """
+    check_interval(save_every)  # before anything is written
     with contextlib.ExitStack() as stack, stop_requests() as stop:
 
         def claim_directory() -> bool:

@@ -33,7 +33,7 @@ from cheem_jax.serve.service import Refused, Service
 PATHS = ("/", "/predict", "/health", "/metrics", "/memory")
 SENTENCES = {
     404: f"unknown path; expected one of {', '.join(PATHS)}",
-    405: "wrong method; send images with POST",
+    405: "wrong method; send images with POST to /predict, and use GET for the other paths",
 }
 TEMPLATE = Path(__file__).with_name("page.html")
 ANY_HOST = "*"

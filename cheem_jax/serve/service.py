@@ -324,10 +324,10 @@ async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, Non
 async def _files_of_form(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
     try:
         pieces = _pieces(request, limits)
-        most = limits.max_batch
+        most = min(limits.max_batch, limits.max_queue)  # a larger form would never fit the queue
         form = await _FormInMemory(request.headers, pieces, max_files=most, max_fields=most).parse()
-    except MultiPartException as error:
-        raise Refused(400, "form", f"the form cannot be read: {error.message}") from error
+    except (MultiPartException, UnicodeError) as error:  # UnicodeError: an unknown charset
+        raise Refused(400, "form", f"the form cannot be read: {error}") from error
     sent = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
     files = [
         (value.filename or f"image {number}", await value.read())
