@@ -48,9 +48,8 @@ FITS = st.builds(
     st.sampled_from(["cosine", "constant"]),
     st.sampled_from(["stop", "skip"]),
 )
-SEEDS = st.builds(
-    SeedsConfig, initialisation=st.none() | st.integers(), search=st.none() | st.integers()
-)
+SEED = st.integers(0, 2**32 - 1)
+SEEDS = st.builds(SeedsConfig, initialisation=st.none() | SEED, search=st.none() | SEED)
 DEMOS = st.builds(
     Demo,
     run_dir=PATHS,

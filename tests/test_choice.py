@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from flax import nnx
 
 from cheem_jax.backbone.config import find_config
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
+from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.settings import Precision
 from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, choose, make_executor
@@ -135,6 +137,6 @@ def test_the_precision_reaches_the_blocks_and_the_answers():
     for precision in ("float32", "bfloat16"):
         vit = build(dataclasses.replace(given.config, precision=precision), given.params)
         assert {block.precision for block in vit.blocks} == {precision}
-        result.append(np.asarray(vit(jnp.asarray(images))))
+        result.append(np.asarray(nnx.jit(ViT.__call__)(vit, jnp.asarray(images))))
     assert result[1].dtype == np.float32
     assert 0 < np.abs(result[1] - result[0]).max() < 0.2

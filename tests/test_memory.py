@@ -1351,7 +1351,7 @@ def test_a_missing_task_is_named_and_the_others_can_answer(copied, learned):
     assert list(usable.lost or {}) == ["001", "002"]
 
 
-def test_a_usable_memory_follows_what_another_process_forgets(copied):
+def test_a_usable_memory_follows_the_changes_of_other_processes(copied):
     usable = cheem_jax.open(copied, usable=True)
     cheem_jax.open(copied).forget("task1")
     usable.refresh()

@@ -13,7 +13,6 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.saved_memory import open_memory as open_run
-from cheem_jax.cheem.saved_memory import open_usable
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.interruption import stop_requests
 from cheem_jax.core.paths import absolute
@@ -23,7 +22,7 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.feed import memory_budget
 from cheem_jax.export import Exported, Format, Subject, export, kind_of
 from cheem_jax.memory.changing import conditions, forget_tasks, learn_tasks, read_new_tasks
-from cheem_jax.memory.contents import MemoryConfig, describe, parse_config, read_config
+from cheem_jax.memory.contents import MemoryConfig, describe
 from cheem_jax.memory.data import Data, ImageInput
 from cheem_jax.memory.forgetting import Forgotten
 from cheem_jax.memory.learning import make_setup
@@ -112,16 +111,13 @@ class OpenMemory:
         Raises ValueError with the name of every corrupted task.
         """
         pool = self.executor.base_pool
-        if self.lost is not None and not self.is_run:
-            state, self.lost = read_usable(self.directory, pool)
-            self._set(state)
-        elif self.lost is not None:
-            internal, self.lost = open_usable(self.root, pool)
-            self._set(dataclasses.replace(self.state, internal=internal))
+        if self.lost is not None:
+            state, self.lost = read_usable(self.state, pool, self.root if self.is_run else None)
         elif self.is_run:
-            self._set(dataclasses.replace(self.state, internal=open_run(self.root, pool)))
+            state = dataclasses.replace(self.state, internal=open_run(self.root, pool))
         else:
-            self._set(read_state(self.directory, pool))
+            state = read_state(self.directory, pool)
+        self._set(state)
 
     def _set(self, state: MemoryState) -> None:
         self.state = state
@@ -272,20 +268,11 @@ class OpenMemory:
         return score_open_set(labelled, split, unknown, self.predictor())
 
     def store_scores(self, scores: Sequence[TaskScore]) -> None:
-        """Store test scores for `cheem report`; they are ignored after the memory changes.
-
-        Raises ValueError, and stores nothing, if another process changes the memory or has changed
-        it since it was read.
-        """
+        """Store test scores for `cheem report`; they are ignored after the memory changes. Raises
+        ValueError, and stores nothing, if another process changes or has changed the memory."""
         with hold(self.directory):
-            config = parse_config(read_config(self.directory), self.directory)
-            versions = [(one.generation, one.num_learned) for one in (self.config, config)]
-            if versions[0] != versions[1]:
-                raise ValueError(
-                    f"memory {str(self.directory)!r} has changed since it was read; repeat the"
-                    " evaluation"
-                )
-            store_evaluated(self.directory, dataclasses.asdict(config), to_evaluated(scores))
+            self.state.check_unchanged()
+            store_evaluated(self.directory, dataclasses.asdict(self.config), to_evaluated(scores))
 
     def export(
         self,
@@ -303,10 +290,7 @@ class OpenMemory:
         """
         kind = kind or kind_of(Path(file))
         if open_set is not None and (task is not None or kind == "timm"):
-            raise ValueError(
-                "the network of one task has no router, so open_set has no effect; omit open_set,"
-                " or export the whole memory as onnx or stablehlo"
-            )
+            raise ValueError("the network of one task has no router for open_set; omit open_set")
         thresholds = self.predictor(open_set=open_set).thresholds
         subject = Subject(
             self.vit,

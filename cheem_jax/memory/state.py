@@ -73,6 +73,17 @@ class MemoryState:
         extensions = self.config.extended.get(name, [])
         return [self.config.data_sha256[name], *(one["data_sha256"] for one in extensions)]
 
+    def check_unchanged(self) -> None:
+        """Raise ValueError if another process has changed the tasks since this state was read."""
+        config = parse_config(read_config(self.directory), self.directory)
+        if (config.generation, config.num_learned) != (
+            self.config.generation,
+            self.config.num_learned,
+        ):
+            raise ValueError(
+                f"memory {str(self.directory)!r} has changed since it was read; open it again"
+            )
+
     def is_learned(self, name: str, task: Task) -> bool:
         """Return whether the task `name` was learned or extended from the data of `task`. If so,
         the test images of `task` were held out from learning."""
@@ -152,20 +163,26 @@ def read_state(directory: Path, pool: Pool) -> MemoryState:
     return MemoryState(directory, config, internal)
 
 
-def read_usable(directory: Path, pool: Pool) -> tuple[MemoryState, dict[str, str]]:
-    """Read a corrupted memory with its usable tasks only; `pool` contains only the backbone's
-    experts.
+def read_usable(
+    state: MemoryState, pool: Pool, run_root: Path | None = None
+) -> tuple[MemoryState, dict[str, str]]:
+    """Read a corrupted memory again, with its usable tasks only; `pool` contains only the
+    backbone's experts.
 
-    The second value contains the reason for each lost task, keyed by the folder of the task. See
+    `run_root` is the folder with the checkpoints of a run; None stands for a memory. The second
+    value contains the reason for each lost task, keyed by the folder of the task; see
     `open_usable`.
     """
+    if run_root is not None:
+        internal, lost = open_usable(run_root, pool)
+        return dataclasses.replace(state, internal=internal), lost
     while True:
-        config = parse_config(read_config(directory), directory)
-        root = checkpoint_folder(directory, config.generation)
+        config = parse_config(read_config(state.directory), state.directory)
+        root = checkpoint_folder(state.directory, config.generation)
         internal, lost = open_usable(root, pool, config.num_learned)
         # another process can have replaced the generation in the meantime
-        if read_config(directory)["generation"] == config.generation:
-            return MemoryState(directory, config, internal), lost
+        if read_config(state.directory)["generation"] == config.generation:
+            return MemoryState(state.directory, config, internal), lost
 
 
 def read_base(directory: Path, vit: ViT) -> TaskMemory:
