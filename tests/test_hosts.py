@@ -123,9 +123,7 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(
-            name, marks=pytest.mark.full if name in ("frozen_linear", "auto") else pytest.mark.slow
-        )
+        pytest.param(name, marks=pytest.mark.full if name == "auto" else pytest.mark.slow)
         for name in (*NAMES, "auto")
         if name != "cheem"
     ],

@@ -178,12 +178,28 @@ def test_failed_and_omitted_cells_are_recorded_and_measured_cells_are_not_repeat
     assert calls == ["works", "fails", "fails"]
 
 
+def test_compiling_runs_every_cell_briefly_and_passes_over_failures(tmp_path, monkeypatch):
+    calls = []
+
+    def groups(sizes: accelerator.Sizes) -> dict[str, list[accelerator.Cell]]:
+        cells = {"fails": lambda: 1 // 0, "works": lambda: calls.append(sizes.num_steps)}
+        return {"group": [accelerator.Cell(name, 1, work) for name, work in cells.items()]}
+
+    monkeypatch.setattr(accelerator, "groups", groups)
+    monkeypatch.setattr(accelerator, "enable_cache", lambda: None)
+    monkeypatch.setattr(accelerator, "share_memory", lambda: None)
+    accelerator.compile_cells("group", accelerator.Sizes(), tmp_path)
+    assert calls == [accelerator.brief(accelerator.Sizes()).num_steps] and calls[0] < 200
+
+
 @pytest.mark.full
 def test_the_miniature_of_an_accelerator_measures_every_cell(tmp_path, monkeypatch):
     # its processes mostly compile, and how fast their code is does not matter
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     accelerator.main(
-        accelerator.Speed(tmp_path, seconds=1500, only="tiny,task_tiny", miniature=True)
+        accelerator.Speed(
+            tmp_path, seconds=1500, compiling=0, only="tiny,task_tiny", miniature=True
+        )
     )
     cells = json.loads((tmp_path / "speed.json").read_text())["cells"]
     assert not any("error" in cell or "left_out" in cell for cell in cells.values()), cells
