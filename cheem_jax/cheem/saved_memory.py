@@ -160,8 +160,8 @@ def open_usable(
     lost = dict[str, str]()
     absent = list[int]()
     gap = gone()
-    directories = numbered_tasks(root)
     num = max(len(saved_tasks(root)), min(num_learned, MOST_TASKS))
+    directories = numbered_tasks(root)  # listed last: another process can add a task in between
     for number in range(num):
         if (directory := directories.get(number)) is None:
             lost[f"{number:03d}"] = "its directory is missing; restore it from a copy"
