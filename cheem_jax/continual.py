@@ -24,6 +24,7 @@ from cheem_jax.report.page.assemble import refresh_page
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
+from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.method import FrozenNetworks, Method
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
@@ -85,6 +86,7 @@ def run_stream(
     run = prepare_run(inputs, progress, base_images=base_images, workshop=workshop)
     with open_session(directory, run.identity, run.conditions, progress, save_every) as session:
         num_finished = _restore_run(session, run)
+        _check_bound(session, run)
         _record_start(session, run, num_finished, start, command=command, data=data)
         for index, task in enumerate(stream.tasks[num_finished:], start=num_finished):
             saving = sum(learn_task(task, index, method, session) for method in run.methods)
@@ -107,6 +109,21 @@ def _restore_run(session: Session, run: PreparedRun) -> int:
     return hosts.in_order(lambda: restore(session, names, run.methods))
 
 
+def _check_bound(session: Session, run: PreparedRun) -> None:
+    """Raise ValueError if the run already has an upper bound with other settings. They are not in
+    `config.json`, because an upper bound can be added to a finished run."""
+    settings = run.inputs.config.bound_settings()
+    for entry in read(session.directory) if settings is not None else ():
+        # an earlier version recorded only whether there is an upper bound
+        if entry["event"] in ("run", "continued") and isinstance(entry["upper_bound"], dict):
+            if differences := find_differences(entry["upper_bound"], settings):
+                raise ValueError(
+                    f"run directory {str(session.directory)!r} has an upper bound with other"
+                    f" settings: {summary(differences, 'settings')}. Choose another --run-dir, or"
+                    " use the settings of that upper bound"
+                )
+
+
 def _record_start(
     session: Session, run: PreparedRun, num_finished: int, start: Mark, **origin: Any
 ) -> None:
@@ -117,7 +134,7 @@ def _record_start(
     shared = {
         "command": origin["command"],
         "conditions": run.conditions,
-        "upper_bound": run.bound is not None,
+        "upper_bound": run.inputs.config.bound_settings(),
         "devices": executor.layout.num,
         "processes": hosts.count(),
     }

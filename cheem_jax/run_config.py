@@ -24,7 +24,14 @@ from cheem_jax.cheem.config import CheemConfig, Preset
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing import PAPER
-from cheem_jax.core.settings import Placement, Precision, SeedsConfig, Token, check_seed
+from cheem_jax.core.settings import (
+    Placement,
+    Precision,
+    SeedsConfig,
+    Token,
+    check_seed,
+    check_types,
+)
 from cheem_jax.data.task import Stream, hash_images
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
@@ -35,6 +42,7 @@ from cheem_jax.engine.layout import MeshConfig, make_layout
 from cheem_jax.run import fingerprint
 from cheem_jax.run.method import Backbone, FrozenFeatures, FrozenNetworks, Method
 from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import to_json
 
 RouterWeights = Pretrained | PretrainedAlexNet
 """Weights of a smaller network that infers the task ID instead of the backbone (CHEEM-lite)."""
@@ -56,7 +64,12 @@ class RunConfig:
     """Devices of the run; a run can resume on other devices."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_seed(self.seed)
+
+    def bound_settings(self) -> dict[str, Any] | None:
+        """Return the settings of the upper bound, if any, as in the record."""
+        return None if self.upper_bound is None else to_json(dataclasses.asdict(self.upper_bound))
 
 
 class BaseMeans(NamedTuple):
@@ -116,6 +129,7 @@ class RunInputs(NamedTuple):
             "engine": dataclasses.asdict(config.engine),
             "weights_sha256": pretrained.sha256,
             "router_weights_sha256": None if router is None else router.sha256,
+            **({} if router is None else {"router": dataclasses.asdict(router.config)}),
             "base_means_sha256": base.means_sha256,
             "base_data_sha256": base.data_sha256,
             "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
@@ -314,7 +328,7 @@ def prepare_run(
         ("data fingerprints", identity["data_sha256"], "give every process the same images"),
         (
             "settings",
-            {**identity, "mesh": vars(config.mesh), "upper_bound": config.upper_bound is not None},
+            {**identity, "mesh": vars(config.mesh), "upper_bound": config.bound_settings()},
             "start every process with the same command",
         ),
     ):

@@ -172,6 +172,8 @@ def check_method(
             ValueError, match=rf"task IDs \[{wrong}\] are unknown; expected .* 0 to 2"
         ):
             method.predict(test, np.full(20, wrong, np.int32))
+    with pytest.raises(ValueError, match="expected one integer for each of 20 images"):
+        method.predict(test, np.full(19, 1, np.int32))
 
     # from the disk alone
     again = make()

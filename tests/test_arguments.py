@@ -1,7 +1,10 @@
 """Settings and the command line that rebuilds them."""
 
 import dataclasses
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -101,7 +104,7 @@ MTILS = st.builds(
 
 
 @given(DEMOS, st.booleans())
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_the_arguments_of_a_demo_rebuild_its_settings_from_any_defaults(demo, bound):
     assert parse(Demo, arguments_of(demo)) == demo
     assert parse(Demo(upper_bound=bound, seed=7), arguments_of(demo)) == demo
@@ -112,7 +115,7 @@ def test_the_arguments_of_a_demo_rebuild_its_settings_from_any_defaults(demo, bo
     "ignore:Do not use the .random. module:hypothesis.errors.HypothesisDeprecationWarning"
 )
 @given(MTILS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_the_arguments_of_mtil_rebuild_its_settings_from_any_preset(given_settings):
     assert cheem_run.read_arguments(arguments_of(given_settings)) == given_settings
 
@@ -157,6 +160,46 @@ def test_paths_become_absolute_and_a_home_folder_is_looked_up():
     arguments = arguments_of(Demo(run_dir=Path("runs/here")))
     assert arguments[:2] == ["--run-dir", os.path.join(os.getcwd(), "runs/here")]
     assert arguments_of(Demo(run_dir=Path("~/runs")))[1] == str(Path.home() / "runs")
+
+
+WRONG = {
+    "FitConfig(1, schedule='cosin')": "schedule is 'cosin'; expected one of cosine, warm_cosine, ",
+    "FitConfig(1.5)": "epochs is 1.5; expected an integer",
+    "FitConfig(1, float('inf'))": "learning_rate is inf; expected a positive, finite number",
+    "OpSettings(new_rate=float('inf'))": "new_rate is inf; expected a positive, finite multiple",
+    "OpSettings(truncated_rank='all')": "truncated_rank is 'all'; expected an integer or None",
+    "RouterConfig(kind='kmean')": "kind is 'kmean'; expected one of kmeans, lda",
+    "CheemConfig(sampling='anchor')": "sampling is 'anchor'; expected one of hee, uniform, anch",
+    "CheemConfig(remove=('Skip',))": "remove is ('Skip',); expected a tuple, each one of reuse, ",
+    "CheemConfig(remove=KINDS)": "each once, and not all of them",
+    "CheemConfig(finetune=20)": "finetune is 20; expected FitConfig",
+    "LoraClConfig(op='adpt')": "op is 'adpt'; expected one of adapt, new",
+    "EngineConfig('wole')": "executor is 'wole'; expected one of auto, stages, whole, scan",
+    "MeshConfig('al')": "devices is 'al'; expected all or an integer",
+    "ImagesConfig('disk')": "keep is 'disk'; expected one of auto, memory, cache, stream",
+}
+"""Settings, and a part of the error; the tests' own type checks would raise another error."""
+TRY = """
+import json, sys
+from cheem_jax.baselines.lora_cl import LoraClConfig
+from cheem_jax.cheem.config import *
+from cheem_jax.core.settings import *
+from cheem_jax.data.load import ImagesConfig
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.layout import MeshConfig
+for settings in json.loads(sys.argv[1]):
+    try:
+        print("accepted", eval(settings))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_setting_of_another_type_is_refused_and_selects_nothing_else():
+    command = [sys.executable, "-c", TRY, json.dumps(list(WRONG))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for said, (wrong, expected) in zip(done.stdout.splitlines(), WRONG.items(), strict=True):
+        assert expected in said, wrong
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,14 @@ from cheem_jax.cheem.elimination import Eliminated
 from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.expert_memory import Underway, task_network
 from cheem_jax.cheem.learner import Cheem, expected_seconds
+from cheem_jax.core.device import ACCELERATOR
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import dense_expert
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import token_means
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import FitState
 
@@ -50,6 +51,17 @@ def leaves_of(memory, index):
     return [
         np.array(leaf) for leaf in jax.tree.leaves((experts, task.head, task.means, task.centroids))
     ]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+def test_the_router_is_fitted_to_features_of_images_and_not_of_rounded_tokens(precision):
+    device = dataclasses.replace(ACCELERATOR, attention="xla")
+    vit = small.backbone(precision=precision)
+    cheem = learner(stages=Stages(vit, "mlp_down", device=device))
+    images = (task := small.task("a", 0)).train.images
+    cheem.similarity(cheem.begin(task, Session()))  # a pass over cached tokens
+    exact = Backbone(cheem.executor).features(images, batch_size=16)
+    np.testing.assert_array_equal(cheem.features(images), exact)
 
 
 @pytest.mark.parametrize(

@@ -352,8 +352,12 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
             {"stream": Stream("small", STREAM.tasks[::-1])},
             r'tasks\[0\] is "task0" there and "task1" here \(',
         ),
+        (
+            {"config": dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(1, (1e-3,), 16))},
+            "has an upper bound with other settings: epochs is 2 there and 1 here",
+        ),
     ],
-    ids=["seed", "settings", "data", "order"],
+    ids=["seed", "settings", "data", "order", "upper bound"],
 )
 def test_a_directory_of_another_run_is_refused_with_the_difference(finished, changed, difference):
     directory, _ = finished
@@ -361,6 +365,21 @@ def test_a_directory_of_another_run_is_refused_with_the_difference(finished, cha
     with pytest.raises(ValueError, match=difference):
         run(directory, **changed)
     assert (directory / "config.json").read_text() == before
+
+
+def test_routers_of_one_file_with_other_settings_belong_to_different_runs(tmp_path):
+    router = small.pretrained(1)
+    changed = dataclasses.replace(router, config=dataclasses.replace(router.config, mean=(0, 0, 1)))
+    first, second = (
+        run_config.RunInputs(STREAM, small.pretrained(), network, CONFIG).identity()
+        for network in (router, changed)
+    )
+    claim(tmp_path / "run", first)
+    with pytest.raises(ValueError, match=r"router.mean\[0\] is 0.485 there and 0 here"):
+        claim(tmp_path / "run", second)
+    earlier = {name: value for name, value in first.items() if name != "router"}
+    claim(tmp_path / "earlier", earlier)
+    assert claim(tmp_path / "earlier", first)
 
 
 @pytest.mark.full
@@ -402,11 +421,19 @@ def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):
     assert both["accuracy"] == alone["accuracy"] and "full_finetune" in both["references"]
 
 
-@pytest.mark.parametrize("lost", ["metrics.jsonl", "checkpoints/cheem/001-task1"])
-def test_a_run_whose_record_or_checkpoint_was_lost_is_refused(copy, lost):
+@pytest.mark.parametrize(
+    "lost", ["metrics.jsonl", "checkpoints/cheem/000-task0", "checkpoints/cheem/001-task1"]
+)
+def test_a_run_whose_record_or_checkpoint_was_lost_is_refused_until_it_is_restored(copy, lost):
+    results = (copy / "results.json").read_bytes()
+    record = (copy / "metrics.jsonl").read_bytes()
     (copy / lost).rename(copy.parent / "lost")
     with pytest.raises(ValueError, match="record and checkpoints .* differ"):
         run(copy)
+    (copy.parent / "lost").rename(copy / lost)
+    assert (copy / "metrics.jsonl").read_bytes() == record
+    run(copy)
+    assert (copy / "results.json").read_bytes() == results
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):

@@ -394,7 +394,7 @@ def test_every_siglip_of_timm_is_known_by_its_tensors():
     )  # which are the same but for the pool
     assert len(names) >= 16
     for name in names:
-        _assert_inferred(name)
+        _assert_inferred(name, depth=2)
 
 
 @pytest.mark.convert
@@ -451,8 +451,8 @@ def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
     _assert_inferred(name)
 
 
-def _assert_inferred(name: str) -> None:
-    model = _on_meta(name)
+def _assert_inferred(name: str, **options: int) -> None:
+    model = _on_meta(name, **options)
     config = infer_config(
         name, _shapes_only(model), {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}}
     )
@@ -491,12 +491,12 @@ def test_timm_models_that_are_not_plain_are_refused(name):
         from_timm(tensors, config)
 
 
-def _on_meta(name: str):
+def _on_meta(name: str, **options: int):
     import timm
     import torch
 
     with torch.device("meta"):
-        return timm.create_model(name)
+        return timm.create_model(name, **options)
 
 
 def _shapes_only(model) -> dict[str, np.ndarray]:

@@ -150,8 +150,8 @@ def from_torch(
 
 
 def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """Initialise a ViT randomly, as timm does: weights from a truncated normal distribution with
-    standard deviation 0.02, zero biases, and LayerNorm scales of one."""
+    """Initialise a ViT randomly: weights from 0.02 times a standard normal distribution truncated
+    at ±2, zero biases, and LayerNorm scales of one."""
     params = {}
     for index, (name, shape) in enumerate(sorted(shapes_of(config).items())):
         if name.endswith("scale"):

@@ -26,7 +26,7 @@ from cheem_jax.baselines.heads import grow_head, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import product
 from cheem_jax.core.keys import Phase, next_power_of_two
-from cheem_jax.core.settings import Advance, FitConfig
+from cheem_jax.core.settings import Advance, FitConfig, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.engine.passes import no_progress
 
@@ -62,6 +62,7 @@ class AdapterConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size", "bottleneck")
 
 

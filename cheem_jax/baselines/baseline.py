@@ -289,7 +289,7 @@ class OwnHeads(Baseline):
         if task_ids is None and self.needs_task_id:
             raise ValueError(f"{self.name} is an upper bound; give the true task ID of each image")
         if task_ids is not None:
-            task_ids = check_task_ids(task_ids, len(self.tasks))
+            task_ids = check_task_ids(task_ids, len(self.tasks), len(images))
         tasks, features = self.run(images, task_ids)
         heads = [task.head for task in self.tasks]
         selected = tasks if task_ids is None else task_ids
@@ -316,8 +316,9 @@ def no_classes(width: int) -> Head:
 
 
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
-    """Report the parameters of a task: `learned` is the number of trained parameters, and `stored`
-    is the number of stored parameters.
+    """Report the parameters of a task: `learned` is the number of parameters that training
+    determined, where a truncated pair counts with its stored rank, and `stored` also contains the
+    router's statistics.
 
     `added` is the number of parameters that the task adds to the backbone, without the head and the
     router. It is reported in percent of the backbone's parameters (the paper's %Param).

@@ -24,7 +24,7 @@ from cheem_jax.backbone.flops import prefix_flops
 from cheem_jax.baselines.baseline import at_least_one, halved
 from cheem_jax.baselines.fitting import learning_only
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, check_types
 from cheem_jax.data.task import Task
 
 
@@ -45,6 +45,7 @@ class CodaPromptConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size", "pool")
         halved(self, "length")
 

@@ -27,7 +27,7 @@ from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, PromptedTask, Prompts, check_layers
 from cheem_jax.core.images import Images
 from cheem_jax.core.routing import normalise
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
 from cheem_jax.run.session import Session
@@ -56,6 +56,7 @@ class DikiConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size", "length")
         expect(self, "cov_shrinkage", 0 <= self.cov_shrinkage <= 1, "a share in [0, 1]")
 

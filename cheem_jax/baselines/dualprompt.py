@@ -23,7 +23,7 @@ from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine, halves
 from cheem_jax.core.routing import normalise
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
@@ -49,6 +49,7 @@ class DualPromptConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size")
         is_pool = self.pool is None or self.pool >= 1
         expect(self, "pool", is_pool, "one slot per task, or none for the number of tasks")

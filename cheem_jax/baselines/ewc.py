@@ -35,7 +35,7 @@ from cheem_jax.baselines.heads import Classes, cut, grow_head, head_logits, loca
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import FAR, Head, padded
-from cheem_jax.core.settings import Advance, FitConfig
+from cheem_jax.core.settings import Advance, FitConfig, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.run.session import Session
@@ -72,6 +72,7 @@ class EwcConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size")
         if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
             raise ValueError(

@@ -25,6 +25,7 @@ from cheem_jax.core.routing import (
     fit_statistics,
     num_stored,
 )
+from cheem_jax.core.settings import check_types
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.run.method import check_task_ids
@@ -43,6 +44,7 @@ class FrozenLinearConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size")
 
 
@@ -108,7 +110,9 @@ class FrozenLinear(Baseline):
         )
         tasks = np.asarray(self._index.route(self.router_features(images)), np.int32)
         heads = [Head(task.weight, task.bias) for task in self.tasks]
-        selected = tasks if task_ids is None else check_task_ids(task_ids, len(self.tasks))
+        selected = tasks
+        if task_ids is not None:
+            selected = check_task_ids(task_ids, len(self.tasks), len(images))
         return Inferred(tasks, classes_by_task(self.features(images), heads, selected))
 
 

@@ -22,7 +22,7 @@ from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, next_power_of_two
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, check_types
 from cheem_jax.data.task import Split, Task
 from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
@@ -46,6 +46,7 @@ class FullFinetuneConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.learning_rates:
             raise ValueError("learning_rates is empty; the upper bound needs at least one rate")
         if not all(0 < rate < float("inf") for rate in self.learning_rates):

@@ -69,7 +69,7 @@ class Classes:
         chosen = tasks
         is_finite = np.isfinite(logits).all(axis=1)
         if task_ids is not None:
-            chosen = check_task_ids(task_ids, len(self))
+            chosen = check_task_ids(task_ids, len(self), len(logits))
             columns = np.arange(first[-1])
             begin, end = first[chosen][:, None], first[chosen + 1][:, None]
             is_own = (columns >= begin) & (columns < end)
@@ -93,7 +93,7 @@ def saved_classes(root: Path) -> Classes:
 def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:
     """Return a head with `num_new` additional columns; the first `num_seen` columns are unchanged.
 
-    New weights are sampled from a truncated normal distribution with standard deviation 0.02; new
+    New weights are sampled from 0.02 times a standard normal truncated at ±2; new
     biases are 0.
     """
     size = next_power_of_two(num_seen + num_new)

@@ -22,7 +22,7 @@ from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
 from cheem_jax.core.routing import normalise
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.run.session import Session
 
@@ -46,6 +46,7 @@ class L2pConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size")
         halved(self, "length")
         expect(self, "top_k", 1 <= self.top_k <= self.pool, f"1..{self.pool}, the size of the pool")

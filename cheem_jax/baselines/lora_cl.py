@@ -30,7 +30,7 @@ from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two, task_number
 from cheem_jax.core.pool import TaskMemory, grow
 from cheem_jax.core.routing import RouterConfig
-from cheem_jax.core.settings import FitConfig, Placement
+from cheem_jax.core.settings import FitConfig, Placement, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.engine.feed import Budget, cache_tokens, feed_images
 from cheem_jax.run.method import FrozenNetworks
@@ -59,6 +59,7 @@ class LoraClConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size", "rank")
         OpSettings(self.rank, self.truncated_rank)  # raises an error for an invalid rank
         if self.op == "new" and self.truncated_rank is not None:

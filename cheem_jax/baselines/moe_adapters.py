@@ -54,7 +54,7 @@ from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import dot
 from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import Advance, FitConfig, Precision
+from cheem_jax.core.settings import Advance, FitConfig, Precision, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches, num_batches
 from cheem_jax.engine.passes import no_progress
@@ -90,6 +90,7 @@ class MoeAdaptersConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size", "bottleneck")
         expect(self, "experts", self.experts >= ACTIVE, f"at least {ACTIVE}, the number per image")
 

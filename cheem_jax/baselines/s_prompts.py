@@ -26,7 +26,7 @@ from cheem_jax.baselines.prompting import OwnPrompts, Prompts
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.routing import PAPER, RouterConfig, centroid_distances, fit_centroids
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, check_types
 from cheem_jax.data.task import Task
 
 
@@ -43,6 +43,7 @@ class SPromptsConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_one(self, "batch_size", "length")
         if (self.router.kind, self.router.features) != (PAPER.kind, PAPER.features):
             raise ValueError(

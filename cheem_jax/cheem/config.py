@@ -2,10 +2,11 @@
 smaller values for a CPU."""
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 from cheem_jax.core.routing import Reads, RouterConfig, num_stored
-from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token
+from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token, check_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,20 +20,22 @@ class OpSettings:
     """Rank to which a trained pair is truncated by singular value decomposition before it is
     stored; None, or a rank that is not below `rank`, stores it as trained (docs/search.md)."""
     new_init: Literal["random", "copy"] = "random"
-    """Initialisation of New: `random` samples a truncated normal with standard deviation 0.02;
+    """Initialisation of New: `random` samples 0.02 times a standard normal truncated at ±2;
     `copy` copies the base expert."""
     new_rate: float = 1.0
     """Learning rate of New, relative to the learning rate of Adapt and the head. The full matrix of
     New needs smaller steps than a low-rank pair."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
         if self.stored_rank < 1:
             raise ValueError(f"truncated_rank is {self.truncated_rank}; expected at least 1")
-        if not self.new_rate > 0:
+        if not 0 < self.new_rate < math.inf:
             raise ValueError(
-                f"new_rate is {self.new_rate}; expected a positive multiple of the learning rate"
+                f"new_rate is {self.new_rate}; expected a positive, finite multiple of the learning"
+                " rate"
             )
 
     @property
@@ -65,6 +68,7 @@ class SearchConfig:
     reached."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("population", "generations", "num_parents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
@@ -83,6 +87,7 @@ class ExplorationConfig:
     """eps1: probability that all architectures of an epoch are sampled uniformly (paper: 0.3)."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.epsilon <= 1:
             raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
 
@@ -128,12 +133,13 @@ class CheemConfig:
     """Number of images per step; the last, partial batch is padded and masked."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
             raise ValueError(
                 f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each"
-                " once"
+                " once, and not all of them"
             )
         if self.sampling == "anchored" and self.remove:
             raise ValueError(

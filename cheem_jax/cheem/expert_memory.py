@@ -291,7 +291,7 @@ class ExpertMemory:
                     f"{self.name} is an upper bound: give the true task ID of each image"
                 )
             task_ids = inferred = self.index.route(self.features(images))
-        task_ids = check_task_ids(task_ids, len(self.memory.tasks))
+        task_ids = check_task_ids(task_ids, len(self.memory.tasks), len(images))
         classes = np.zeros(len(images), np.int32)
         for index in np.unique(task_ids):
             rows = np.flatnonzero(task_ids == index)

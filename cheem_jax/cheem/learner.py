@@ -570,6 +570,8 @@ def earlier_means(
     features are stored in `frozen`.
     """
     task = learning.task
+    # features of rounded tokens differ from features of images, which a resumed run computes
+    is_exact = learning.train.block is None or executor.cached_type == np.float32
     experts, earlier = learning.candidates.experts, learning.candidates.earlier
     num = len(task.train.labels)
     means = np.zeros((len(earlier), executor.num_blocks, executor.config.width), np.float32)
@@ -580,7 +582,7 @@ def earlier_means(
                 executor, networks, learning.train, num, batch_size=batch_size, advance=advance
             )
             means[part] = tokens.means
-            if part[0] == 0 and frozen.ends(executor):
+            if part[0] == 0 and is_exact and frozen.ends(executor):
                 frozen.store(task.train.images, tokens.features)
     return means
 

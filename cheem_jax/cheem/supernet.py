@@ -235,7 +235,7 @@ def _restarted(learner: Learner) -> Learner:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
-    """Initialise a head: weights from a truncated normal with standard deviation 0.02, zero bias.
+    """Initialise a head: weights from 0.02 times a standard normal truncated at ±2, zero bias.
     `num_outputs` is the number of classes padded to a power of two."""
     weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, num_outputs))
     head = Head(weight, jnp.zeros(num_outputs))

@@ -72,7 +72,8 @@ def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
     """Compute the mean CLS tokens of --base-data, add them to the weights, write the result to the
     output, and return it."""
     if settings.base_data is not None:
-        sized = resize(pretrained, settings.image_size or pretrained.config.image_size)
+        size = settings.image_size
+        sized = resize(pretrained, pretrained.config.image_size if size is None else size)
         vit = build(sized.config, sized.params)
         means = pooled_means(vit, base_images(settings.base_data, sized.config.image_size))
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **means})

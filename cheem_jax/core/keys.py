@@ -26,11 +26,11 @@ class Phase(enum.IntEnum):
     CENTROIDS = 7
     UPPER_BOUND_INIT = 8
     UPPER_BOUND_ORDER = 9
-    SIMILARITY = 10
+    SIMILARITY = 10  # unused
     METHOD_INIT = 11
     METHOD_ORDER = 12
     METHOD_NOISE = 13
-    METHOD_TUNING = 14
+    METHOD_TUNING = 14  # unused
     ALIGNMENT = 15
     ALIGNMENT_ORDER = 16
     SCORE = 17  # unused

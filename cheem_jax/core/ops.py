@@ -127,8 +127,8 @@ def init_low_rank(key: jax.Array, *, num_inputs: int, width: int, rank: int) -> 
 
 
 def init_new(key: jax.Array, base: Expert, *, how: Literal["random", "copy"] = "random") -> Expert:
-    """Initialise New: `random` samples the weight from a truncated normal distribution with
-    standard deviation 0.02 and sets the bias to zero; `copy` returns the base expert."""
+    """Initialise New: `random` samples the weight from a standard normal distribution truncated at
+    ±2, times 0.02, and sets the bias to zero; `copy` returns the base expert."""
     if how == "copy":
         return base
     weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, base.weight.shape)

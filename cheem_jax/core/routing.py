@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from cheem_jax.core.settings import check_types
+
 Reads = Literal["last", "early", "levels"]
 BLOCK_BYTES = 4 * 2**20
 """Maximum size in bytes of the part of a distance matrix that is computed at once."""
@@ -43,6 +45,7 @@ class RouterConfig:
     """Fraction of the covariance that is replaced by a multiple of the identity, for `lda`."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.num_centroids < 1:
             raise ValueError(f"num_centroids is {self.num_centroids}; expected at least 1")
         if not SMALLEST <= self.shrinkage <= 1:

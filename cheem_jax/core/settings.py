@@ -1,7 +1,11 @@
 """Type names and settings that do not depend on JAX."""
 
 import dataclasses
-from typing import Literal, Protocol, runtime_checkable
+import functools
+import math
+import types
+import typing
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Kind = Literal["reuse", "adapt", "new", "skip"]
 Placement = Literal["mlp_down", "attn_proj"]
@@ -29,6 +33,56 @@ def check_seed(seed: int) -> None:
     seed, so that other integers would repeat the keys of a smaller one."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed!r:.40}; expected an integer from 0 to {2**32 - 1}")
+
+
+def check_types(settings: Any) -> None:
+    """Raise ValueError if a field of a settings dataclass does not have its declared type. A
+    misspelt choice would otherwise select another one silently."""
+    for name, hint in _hints(type(settings)).items():
+        value = getattr(settings, name)
+        if not fits(value, hint):
+            raise ValueError(f"{name} is {value!r:.60}; expected {_words(hint)}")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has the type `hint`. An integer is also a float, a boolean is neither,
+    and only the first type of a tuple is compared."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (Any, ...):
+        return True
+    if origin is Literal:
+        return value in args
+    if origin in (types.UnionType, typing.Union):
+        return any(fits(value, one) for one in args)
+    if hint is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, origin or hint):
+        return False
+    if origin is dict:
+        return all(fits(one, args[1]) for one in value.values())
+    # a tuple has one type for all values, followed by `...`, or a type per value
+    return all(fits(one, args[0]) for one in value) if origin in (tuple, list) else True
+
+
+def _words(hint: Any) -> str:
+    """Return the description of a type for error messages."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(map(_words, args))
+    if typing.get_origin(hint) is tuple:
+        return f"a tuple, each {_words(args[0])}"
+    names = {int: "an integer", float: "a number", types.NoneType: "None"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +124,10 @@ class FitConfig:
     counts it."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}; a phase needs at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"learning_rate is {self.learning_rate}; expected a positive, finite number"
+            )

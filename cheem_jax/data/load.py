@@ -24,6 +24,7 @@ import filelock
 import numpy as np
 
 from cheem_jax.core.paths import absolute, user_cache
+from cheem_jax.core.settings import check_types
 from cheem_jax.data.decode import (
     DECODER_VERSION,
     BrokenImages,
@@ -70,6 +71,7 @@ class ImagesConfig:
     seconds to start in every pass over the images."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.workers < 0:
             raise ValueError(f"workers is {self.workers}; expected 0 (threads) or more")
 

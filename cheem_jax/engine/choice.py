@@ -14,7 +14,7 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.kernels import has_flash_head
-from cheem_jax.core.settings import Placement, Precision, Token
+from cheem_jax.core.settings import Placement, Precision, Token, check_types
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import cached_bytes, memory_budget
 from cheem_jax.engine.layout import ONE, Layout
@@ -52,6 +52,7 @@ class EngineConfig:
     """Number of training steps per dispatch of the executor `scan`."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.memory_gb is not None:
             memory_budget(self.memory_gb)  # raises ValueError if the setting is out of range
         for name in ("programs", "steps_per_call"):

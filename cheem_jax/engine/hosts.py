@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from cheem_jax.core.interruption import Stop
+from cheem_jax.core.settings import check_types
 
 PORT = 8476
 """Default port of the coordinator."""
@@ -53,6 +54,7 @@ class HostsConfig:
     """Seconds that processes wait for each other at the start."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         numbers = (self.num_processes, self.process_id)
         if self.coordinator is None and numbers != (None, None):
             raise ValueError(

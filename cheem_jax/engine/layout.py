@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cheem_jax.core.images import Images, in_turn
 from cheem_jax.core.kernels import IS_DIVIDED
+from cheem_jax.core.settings import check_types
 
 Tree = TypeVar("Tree")
 
@@ -29,6 +30,7 @@ class MeshConfig:
     """Number of devices that share each batch; `all` uses all visible devices of all processes."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if isinstance(self.devices, int) and self.devices < 1:
             raise ValueError(f"devices is {self.devices}; expected a number of at least 1, or all")
 

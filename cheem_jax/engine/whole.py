@@ -165,7 +165,7 @@ class Whole(Executor):
 
     def counters(self) -> dict[str, Any]:
         """Return the numbers of cache hits, misses and evictions, and the total compile time in
-        seconds."""
+        seconds, since the executor was made; runs of one process can share it."""
         cache = self.cache
         return {
             "executor": self.name,

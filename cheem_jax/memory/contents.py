@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.core.npz import read_tensors
-from cheem_jax.core.settings import SeedsConfig
+from cheem_jax.core.settings import SeedsConfig, fits
 from cheem_jax.run.checkpoint import check_task, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read, read_object
@@ -144,33 +143,12 @@ def parse_settings(kind: type, values: Mapping[str, Any], file: Path) -> Any:
             if dataclasses.is_dataclass(hints[name]) and isinstance(hints[name], type):
                 value = parse_settings(hints[name], value, file)
             value = tuple(value) if isinstance(value, list) else value
-            if not _fits(value, hints[name]):
+            if not fits(value, hints[name]):
                 raise TypeError(f"{name} is {value!r:.60}")
             settings[name] = value
         return kind(**settings)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"the settings in {file} are invalid ({error}); {WAY_OUT}") from error
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a parsed JSON value has the type `hint`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in (Any, ...):
-        return True
-    if origin is typing.Literal:
-        return value in args
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, one) for one in args)
-    if hint is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if not isinstance(value, origin or hint):
-        return False
-    if origin is dict:
-        return all(_fits(one, args[1]) for one in value.values())
-    # a tuple has one type for all values, followed by `...`, or a type per value
-    return all(_fits(one, args[0]) for one in value) if origin in (tuple, list) else True
 
 
 def checkpoint_folder(directory: Path, generation: int) -> Path:

@@ -68,9 +68,18 @@ class Method(Protocol):
         ...
 
 
-def check_task_ids(task_ids: Int[np.ndarray, "N"], num_tasks: int) -> Int[np.ndarray, "N"]:
-    """Return task IDs as int32. Raises ValueError for task IDs that are not in 0..num_tasks-1."""
-    task_ids = np.asarray(task_ids, np.int32)
+def check_task_ids(
+    task_ids: Int[np.ndarray, "N"], num_tasks: int, num_images: int
+) -> Int[np.ndarray, "N"]:
+    """Return task IDs as int32. Raises ValueError unless there is an integer in 0..num_tasks-1 for
+    each of `num_images` images."""
+    given = np.asarray(task_ids)
+    if given.shape != (num_images,) or given.dtype.kind not in "iu":
+        raise ValueError(
+            f"task IDs have the shape {given.shape} and the type {given.dtype}; expected one"
+            f" integer for each of {num_images} images"
+        )
+    task_ids = given.astype(np.int32)
     if len(wrong := np.unique(task_ids[(task_ids < 0) | (task_ids >= num_tasks)])):
         raise ValueError(
             f"task IDs {wrong[:5].tolist()} are unknown; expected IDs of learned tasks, 0 to"

@@ -27,20 +27,24 @@ def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -
     if errors:
         raise ValueError(" / ".join(errors))
 
+    entries = read(session.directory)
+    evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
+    num = len(evaluated)
     learned = set[tuple[str, int]]()
 
     def belongs(entry: dict[str, Any]) -> bool:
         if entry["event"] != "learned":
             return True
         method, index = place = entry["method"], entry["report"]["index"]
-        if index >= len(saved[method]) or place in learned:
+        # after the evaluated tasks there is at most one, which may have been killed before its
+        # checkpoint was complete; the checkpoint of an evaluated task was, so it must be there
+        is_unfinished = index == num and index >= len(saved[method])
+        if is_unfinished or place in learned:
             return False
         learned.add(place)
         return True
 
-    session.record.keep(belongs)
-    evaluated = [entry for entry in read(session.directory) if entry["event"] == "evaluated"]
-    num = len(evaluated)
+    entries = [entry for entry in entries if belongs(entry)]
     if (indices := [entry["index"] for entry in evaluated]) != list(range(num)):
         raise ValueError(
             f"{session.record.file} lacks a line: it contains measurements after the tasks"
@@ -71,4 +75,5 @@ def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -
             f" finished tasks and the learned tasks {sorted(learned)}, the checkpoints contain"
             f" {names}; restore the missing files, or choose another --run-dir"
         )
+    session.record.replace(entries)  # only now: until the files agree, every line may be needed
     return num

@@ -8,6 +8,8 @@ the extra.
 import dataclasses
 import math
 
+from cheem_jax.core.settings import check_types
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -28,6 +30,7 @@ class Limits:
     """Maximum number of images per batch and per request."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)}
         wrong = [
             f"{name} is {value:g}" for name, value in values.items() if not 0 <= value < math.inf

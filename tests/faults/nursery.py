@@ -76,7 +76,8 @@ class Nursery:
         }
         environment |= {
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+            # apart from the tests' own, because a killed child can leave half a program in it
+            "JAX_COMPILATION_CACHE_DIR": f"{os.environ['JAX_COMPILATION_CACHE_DIR']}/children",
             "MPLBACKEND": "agg",
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE))),
         }

@@ -18,7 +18,7 @@ AT_FILES = [
     {"kill": "within", "name": "write", "part": "metrics.jsonl"},
     {"kill": "before", "name": "rename", "part": "checkpoints/cheem/001-"},
 ]
-AT_RANDOM = 6
+AT_RANDOM = 4
 PHASES = ("similarity", "supernet", "search", "finetune", "means", "evaluate", "saving")
 
 
