@@ -170,8 +170,9 @@ def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[
         rows = json.loads(file.read_text())
         values = {(row["method"], row["setting"]): row["chosen"] for row in rows}
     except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = getattr(error, "strerror", None) or repr(error)
         raise ValueError(
-            f"--choose is {file}; expected the chosen.json of an earlier choice ({error!r})"
+            f"--choose is {file}; expected the chosen.json of an earlier choice ({reason})"
         ) from error
     chosen = []
     for variant in variants:

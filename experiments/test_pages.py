@@ -19,6 +19,8 @@ from studies.searching.page import WINNER
 from studies.searching.page import read as read_units
 from studies.searching.page import tables as search_tables
 
+from cheem_jax.baselines.catalogue import NAMES
+
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"<!-- table (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
 NUMBER = re.compile(r"\d[\d,]*\.\d+|\d+,\d{3}")
@@ -48,6 +50,12 @@ PAGES = {
         "executors": profile_grid(read("profile/jit_profile.json")).to_markdown()
     },
 }
+
+
+def test_the_array_of_all_methods_has_a_job_per_method_and_seed():
+    text = (DOCS / "scale.md").read_text()
+    assert "--methods all --seeds 0,1,2" in text
+    assert f"It submits an array of {3 * len(NAMES)} jobs" in text
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,12 @@ def test_every_command_shows_its_options_and_its_line_of_the_table(capsys, comma
     status, shown, _ = cheem(capsys, *command.name.split(), "--help")
     assert status == 0 and shown.startswith(f"usage: cheem {command.name} ")
     assert command.help in " ".join(shown.split())
+    assert "(default: True)" not in shown  # which --no-NAME would contradict
+
+
+def test_an_option_that_switches_something_off_says_so(capsys):
+    shown = " ".join(cheem(capsys, "report", "--help")[1].replace("│", "").split())
+    assert "--no-images Do not show test images with right and wrong predictions" in shown
 
 
 def test_help_lists_all_commands_under_their_headings(capsys):

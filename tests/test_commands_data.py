@@ -174,6 +174,14 @@ def test_show_plots_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
     assert status == 0 and figure.shape[1] > 500 and figure.std() > 5
     status, _, _ = cheem("data", "show", "stream/birds", "--output", "out")  # an existing folder
     assert status == 0 and (tmp_path / "out" / "birds.png").exists()
+    (photo := tmp_path / "out" / "birds.png").write_bytes(b"a photo of mine")
+    status, _, err = cheem("data", "show", "stream/birds", "--output", "out")
+    assert status == 2 and "birds.png exists; choose another --output or add --overwrite" in err
+    assert photo.read_bytes() == b"a photo of mine"
+    status, _, err = cheem("data", "show", "stream")
+    assert status == 2 and "stream-sheets/birds.png exists" in err
+    status, _, _ = cheem("data", "show", "stream/birds", "--output", "out", "--overwrite")
+    assert status == 0 and picture(photo).std() > 5
     for source, output in (("stream/birds", "birds.jpg"), ("stream", "sheets.png")):
         status, _, err = cheem("data", "show", source, "--output", output)
         assert status == 2 and "--output is" in err and not (tmp_path / output).exists()
@@ -196,6 +204,7 @@ def test_show_plots_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
         (("verify", "tfds:mnist"), "'mnist' is not prepared in"),
         (("show",), "give either a task or --stream"),
         (("show", "mnist", "--stream", "mtil"), "give either a task or --stream"),
+        (("show", "--stream", "mtil", "--split", "val"), "--split val is for contact sheets"),
         (
             ("frobnicate",),
             "unknown command 'data frobnicate'; expected one of: data list, data prepare",

@@ -231,6 +231,8 @@ def test_none_of_my_tasks_can_be_said(capsys, memory, tmp_path):
     assert status == 0
     (row,) = csv.DictReader(out.splitlines())
     assert row["task"] == row["class"] == "" and float(row["distance"]) > 0
+    status, out, err = cheem(capsys, *words, "--json")
+    assert status == 2 and not out and "--json and --format csv contradict each other" in err
     status, _, err = cheem(capsys, "predict", memory, tmp_path / "noise.png", "--open-set", "2")
     assert status == 2 and "open_set is 2" in err
 

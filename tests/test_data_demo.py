@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from sklearn.linear_model import RidgeClassifier
 
-from cheem_jax.data import Split, Task, demo, demo_stream, fingerprint
+from cheem_jax.data import ImagesConfig, Split, Task, demo, demo_stream, fingerprint
+from cheem_jax.data.streams import StreamConfig, find_stream
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +111,9 @@ def test_letters_fit_into_their_images(stream):
     border = np.ones((32, 32), bool)
     border[1:-1, 1:-1] = False
     assert dark[:, border].mean() < 0.01
+
+
+@pytest.mark.parametrize("option", [{"split_seed": 4}, {"images": ImagesConfig("stream")}])
+def test_options_of_data_on_the_disk_are_refused(option):
+    with pytest.raises(ValueError, match="--split-seed and --images.keep are for data on the disk"):
+        find_stream(StreamConfig(stream="demo", **option))

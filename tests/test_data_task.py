@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cheem_jax.data import Split, Stream, Task, fingerprint, select
-from cheem_jax.data.task import cut_for_extension
+from cheem_jax.data.task import check_names, cut_for_extension
 
 
 def make_split(labels, size=4, dtype=np.int32) -> Split:
@@ -101,6 +101,8 @@ def test_select_tells_the_nearest_names_for_an_unknown_task():
         select(stream, ["flower"])
     with pytest.raises(ValueError, match="'zoo' has no task 'xyz'; it has cars, flowers"):
         select(stream, ["xyz"])
+    with pytest.raises(ValueError, match="has no task 'xyz', because it has no task yet"):
+        check_names(["xyz"], [], "memory 'new'")
     with pytest.raises(ValueError, match=r"task names are repeated: \['cars'\]"):
         select(stream, ["cars", "cars"])
     with pytest.raises(ValueError, match="no task name given"):

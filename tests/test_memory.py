@@ -720,7 +720,11 @@ def test_more_images_of_every_class_change_one_task_alone(copied, memory, capsys
         ("task0", 88),
     ]
     assert tasks[2]["extended"] == [{"num_train": [40, 88], "num_classes": [3, 3]}]
-    caption = task_grid(results_of(read(copied))).caption
+    results = results_of(read(copied))
+    spent = sum(sum(task["seconds"].values()) for task in tasks)
+    assert results["seconds_total"] > spent  # the first learning of task0 counts, too
+    caption = task_grid(results).caption
+    assert "FLOPs: per image by the paper's convention, of the target network" in caption
     assert "T3 was learned from 40 training images of 3 classes and extended since" in caption
     assert num_forgotten(json.loads((copied / "config.json").read_text())) == 0
     after = contents(copied)

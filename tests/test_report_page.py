@@ -454,7 +454,7 @@ def test_variants_of_a_method_have_separate_rows(tmp_path):
     [
         ({"names": ("one", "two")}, {}, "differ: order of tasks."),
         ({"names": ("three", "two", "one")}, {}, "differ: order of tasks."),
-        ({"data_sha256": "y"}, {}, "data_sha256.one is .x. there and .y. here"),
+        ({"data_sha256": "y"}, {}, "data_sha256.one is .x. in the first and .y. in the second"),
         ({}, {"stream": "big"}, "stream is .* there and .*big"),
         ({}, {"backbone": "vit_nano"}, "backbone is .* there and .*vit_nano"),
         ({}, {"image_size": 9}, "image_size is .* there and .*9"),

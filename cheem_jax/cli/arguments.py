@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,8 +55,10 @@ def parse(
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
             parsed = tyro.cli(kind, default=default, args=words, **options)
     except SystemExit as stop:
-        _title, _, text = message.getvalue().partition("\n")
-        print("error:", *(word for word in text.split() if word.strip("-")), file=sys.stderr)
+        # a title and paragraphs, with a line of hyphens between each two
+        _title, *parts = re.split(r"\n *-+ *\n", message.getvalue())
+        sentences = [" ".join(part.split()).rstrip(".") for part in parts]
+        print("error:", ". ".join(sentences), file=sys.stderr)
         raise SystemExit(2) from stop
     with errors_in_a_line():
         return with_absolute_paths(parsed)
@@ -65,8 +68,9 @@ def parse(
 class HelpRule:
     """A tyro rule that makes the help on options readable.
 
-    It prints each description as a paragraph, omits the defaults None and False, and hides advanced
-    options unless `shows_advanced` is set.
+    It prints each description as a paragraph, negates it if the option switches something off,
+    omits the defaults None, False and True, and hides advanced options unless `shows_advanced` is
+    set.
     """
 
     shows_advanced: bool
@@ -88,13 +92,15 @@ class HelpRule:
         if ADVANCED in notes and not self.shows_advanced:
             notes.append(tyro.conf.Suppress)
         text = field.helptext() if callable(field.helptext) else field.helptext
+        if text and kind is bool and field.default is True:  # the option is --no-NAME
+            text = f"Do not {text[0].lower()}{text[1:]}"
         return dataclasses.replace(
             field, type=Annotated[(kind, *notes)], helptext=text and " ".join(text.split())
         )
 
 
 def _hint(default: str) -> str:
-    return "" if default in ("None", "False", "") else f"(default: {default})"
+    return "" if default in ("None", "False", "True", "") else f"(default: {default})"
 
 
 def arguments_of(settings: Any, prefix: str = "") -> list[str]:

@@ -81,6 +81,8 @@ def predict_images(settings: Predict) -> int:
             "no image given; give images or folders, or - to read an image or a list from standard"
             " input"
         )
+    if settings.json and settings.format == "csv":
+        raise ValueError("--json and --format csv contradict each other; leave out one of them")
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names can be invalid text
         sys.stdout.reconfigure(errors="surrogateescape")
     files, unreadable = _find_images(settings.images)

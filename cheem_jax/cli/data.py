@@ -114,6 +114,8 @@ class Show(DataFolder):
     file or folder is in the working directory and named after the source."""
     order: Order = "default"
     """Order of MTIL's tasks."""
+    overwrite: bool = False
+    """Replace existing files."""
 
 
 def list_data(settings: List) -> None:
@@ -252,6 +254,11 @@ def exclude_broken(plan: Plan, progress: Progress) -> Plan:
 def show_data(settings: Show) -> None:
     """Write the figures and print their file names."""
     source = settings.what or settings.stream
+    if settings.stream is not None and settings.split != "train":
+        raise ValueError(
+            f"--split {settings.split} is for contact sheets, and the figure of --stream has"
+            " training images; leave out one of them"
+        )
     if source is None or None not in (settings.what, settings.stream):
         raise ValueError(
             "give either a task or --stream with a benchmark, such as `cheem data show food101`"
@@ -271,6 +278,12 @@ def show_data(settings: Show) -> None:
         expected = "a folder for the figures" if is_folder else "a .png file"
         raise ValueError(f"--output is {str(output)!r}; expected {expected}")
     slugs = [_slug(plan.name) for plan in plans]
+    numbers = [f"-{i}" if slugs.count(slug) > 1 else "" for i, slug in enumerate(slugs)]
+    files = [output]
+    if is_folder:
+        files = [output / f"{slug}{end}.png" for slug, end in zip(slugs, numbers, strict=True)]
+    if not settings.overwrite and (present := next((f for f in files if f.exists()), None)):
+        raise ValueError(f"{shown(present)} exists; choose another --output or add --overwrite")
     (output if is_folder else output.parent).mkdir(parents=True, exist_ok=True)
     if settings.stream is not None:
         rows = []
@@ -289,12 +302,10 @@ def show_data(settings: Show) -> None:
             )
         stream_figure(rows, output, title=f"{name}: {len(plans)} tasks")
     else:
-        for index, (plan, slug) in enumerate(zip(plans, slugs, strict=True)):
+        for plan, file in zip(plans, files, strict=True):
             part = plan.splits[settings.split]
             rows = _first_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
             num = f"{len(plan.classes):,} classes · {len(part.labels):,} images"
-            number = f"-{index}" if slugs.count(slug) > 1 else ""
-            file = output / f"{slug}{number}.png" if is_folder else output
             title = f"{plan.name} · {settings.split} · {num}"
             contact_sheet(_decode(part, rows), part.labels[rows], plan.classes, file, title=title)
     Progress().say(f"wrote {shown(output)}")

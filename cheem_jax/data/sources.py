@@ -198,7 +198,7 @@ def _nearest(source: str, path: Path) -> str:
     return (
         f"; did you mean {' or '.join(near)}?"
         if near
-        else f"; benchmarks are {', '.join(BENCHMARKS)}"
+        else f"; benchmarks are {', '.join(BENCHMARKS)}, and `cheem data list` names their tasks"
     )
 
 

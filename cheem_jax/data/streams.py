@@ -101,6 +101,11 @@ def find_stream(config: StreamConfig) -> Callable[[int, OpenPhase], Stream]:
                 f"--order {config.order} is an order of mtil; for the demo stream, give the order"
                 " with --tasks"
             )
+        if config.split_seed or config.images.keep in ("cache", "stream"):
+            raise ValueError(
+                "--split-seed and --images.keep are for data on the disk, and the demo stream is"
+                " made in memory; leave them out"
+            )
 
         def load_demo(image_size: int, phase: OpenPhase) -> Stream:
             stream = demo_stream(image_size=image_size)

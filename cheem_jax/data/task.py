@@ -410,6 +410,8 @@ def check_names(names: Sequence[str], references: Sequence[str], where: str) -> 
         raise ValueError(f"no task name given; {where} has {', '.join(references)}")
     if repeated := repeats(names):
         raise ValueError(f"task names are repeated: {repeated}; give each name once")
+    if not references:
+        raise ValueError(f"{where} has no task {names[0]!r}, because it has no task yet")
     for name in (names := spelled_as(names, references)):
         if name not in references:
             near = difflib.get_close_matches(name, references, n=3, cutoff=0.6)

@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,6 +83,12 @@ class Mark(NamedTuple):
         """Return the seconds and compilations since this point, for the record."""
         compiled = compilations().since(self.compiled)
         return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
+
+
+def add_costs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sum of the seconds and compilations of two entries of the record."""
+    compiled = {key: first["compile"][key] + value for key, value in second["compile"].items()}
+    return {"seconds": first["seconds"] + second["seconds"], "compile": compiled}
 
 
 _STRICT = {

@@ -10,7 +10,7 @@ from cheem_jax.continual import evaluate, say_learned
 from cheem_jax.data.task import Task, composed, find_copies, repeats
 from cheem_jax.data.task import fingerprint as fingerprint_data
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.engine.compilation import Mark
+from cheem_jax.engine.compilation import Mark, add_costs
 from cheem_jax.memory.contents import BASE, MemoryConfig
 from cheem_jax.memory.data import Data, read_tasks
 from cheem_jax.memory.extending import absent_classes, label_among
@@ -193,12 +193,12 @@ def learn_task(
                 f"{task.name}: auto chose {method.finetune.epochs} epochs at the learning rate"
                 f" {method.finetune.learning_rate:g}, with augmented images"
             )
-    reports = {
-        entry["report"]["index"]: entry["report"]
+    learned = {
+        entry["report"]["index"]: entry
         for entry in read(state.directory)
         if entry["event"] == "learned"
     }
-    if is_extension and state.index(task.name) not in reports:
+    if is_extension and state.index(task.name) not in learned:
         raise ValueError(
             f"the record of {str(state.directory)!r} has no entry of task {task.name!r}, so it"
             " cannot be extended; restore the record from a copy"
@@ -225,8 +225,10 @@ def learn_task(
         say_learned(report, session)
         return dataclasses.replace(state, internal=with_task(before, saved)).tidy()
     old = state.index(task.name)
-    after, report = extend(before, old, task, setup, session, reports[old])
-    session.record.write("learned", method=learner.name, report=report, **start.since())
+    after, report = extend(before, old, task, setup, session, learned[old]["report"])
+    # this entry replaces the earlier one
+    costs = add_costs(learned[old], start.since())
+    session.record.write("learned", method=learner.name, report=report, **costs)
     history = [
         *state.config.extended.get(task.name, []),
         {**report["extended"][-1], "data_sha256": data_sha256},

@@ -172,8 +172,11 @@ def new_directory(directory: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        way_out = "" if error.errno in REFUSING else ": cannot create it; choose another folder"
-        raise OSError(error.errno, f"{error.strerror}{way_out}", str(directory)) from error
+        if error.errno in REFUSING:
+            raise OSError(error.errno, error.strerror, str(directory)) from error
+        raise ValueError(
+            f"{str(directory)!r} cannot be created ({error.strerror}); choose another folder"
+        ) from error
     try:
         yield partial
         for path in (*partial.rglob("*"), partial):

@@ -21,7 +21,7 @@ from cheem_jax.report.memories import (
 from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, accuracy_key, last_row
 from cheem_jax.run import record
-from cheem_jax.run.differences import find_differences, summary
+from cheem_jax.run.differences import NAMED, find_differences, summary
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object
 from cheem_jax.run.results import read_results
@@ -193,13 +193,13 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
         if differing := find_differences(_identity(reference), _identity(run)):
             raise ValueError(
                 f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
-                f"{summary(differing, 'values')}; tabulate them separately"
+                f"{summary(differing, 'values', NAMED)}; tabulate them separately"
             )
         alike = settings.setdefault(cell_key(run), run)
         if differing := find_differences(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
                 f"{alike.directory} and {run.directory} would share cells, but"
-                f" {summary(differing, 'settings')}; tabulate them separately"
+                f" {summary(differing, 'settings', NAMED)}; tabulate them separately"
             )
 
 

@@ -160,6 +160,11 @@ def task_grid(results: Results) -> Grid:
         "given: with the task ID given; task ID right: images whose task ID is inferred correctly\n"
         "FLOPs: per image by the paper's convention"
     )
+    if has_architecture:
+        caption = (
+            f"R reuse, A adapt, N new, S skip, one per block; {caption}, of the target network"
+            " without the router"
+        )
     if any(compared):
         caption += (
             "\nval: on validation images, of the learned network and of the frozen backbone with a"
@@ -181,11 +186,6 @@ def task_grid(results: Results) -> Grid:
                 caption += (
                     "; its accuracy since is on validation images, unless it was evaluated later"
                 )
-    if has_architecture:
-        caption = (
-            f"R reuse, A adapt, N new, S skip, one per block; {caption}, of the target network"
-            " without the router"
-        )
     return Grid(
         "per task, after the last one", tuple(columns), tuple(rows), 1 + has_architecture, caption
     )

@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 LONGEST, PART = 40, 25
 """Values of up to LONGEST characters are displayed in full; longer values are shortened to PART
 characters."""
+HERE = ("there", "here")
+"""Words for a recorded and a new value."""
+NAMED = ("in the first", "in the second")
+"""Words for the values of two directories that a message has named."""
 MISSING = object()
 """Value of a key that is missing in one of two compared mappings."""
 
 
 class Leaf(NamedTuple):
     """A difference between two values. As text, it is a sentence that says `there` for the first
-    value and `here` for the second value."""
+    value and `here` for the second value, or other words with `between`."""
 
     place: tuple[str | int, ...]
     """Path from the root to the value: mapping keys and list indices."""
@@ -22,8 +26,12 @@ class Leaf(NamedTuple):
     second: Any
 
     def __str__(self) -> str:
-        there, here = _displayed(self.first, self.second)
-        return f"{dotted(self.place)} is {there} there and {here} here"
+        return self.between(HERE)
+
+    def between(self, sides: tuple[str, str]) -> str:
+        """Describe the difference; `sides` are the words for the places of the two values."""
+        first, second = _displayed(self.first, self.second)
+        return f"{dotted(self.place)} is {first} {sides[0]} and {second} {sides[1]}"
 
 
 def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ()) -> list[Leaf]:
@@ -43,11 +51,11 @@ def find_differences(first: Any, second: Any, place: tuple[str | int, ...] = ())
     ]
 
 
-def summary(differences: Sequence[Leaf], what: str) -> str:
+def summary(differences: Sequence[Leaf], what: str, sides: tuple[str, str] = HERE) -> str:
     """Describe the first difference and count the others; `what` is a plural noun for the differing
-    values, such as `settings`."""
+    values, such as `settings`, and `sides` are the words for the places of the two values."""
     more = len(differences) - 1
-    return f"{differences[0]}" + (f" ({more} more {what} differ)" if more else "")
+    return differences[0].between(sides) + (f" ({more} more {what} differ)" if more else "")
 
 
 def dotted(place: Sequence[str | int]) -> str:

@@ -36,8 +36,8 @@ def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -
         if entry["event"] != "learned":
             return True
         method, index = place = entry["method"], entry["report"]["index"]
-        # after the evaluated tasks there is at most one, which may have been killed before its
-        # checkpoint was complete; the checkpoint of an evaluated task was, so it must be there
+        # Only the task after the evaluated tasks can have been killed before its checkpoint was
+        # complete. The checkpoint of an evaluated task was complete, so it has to exist.
         is_unfinished = index == num and index >= len(saved[method])
         if is_unfinished or place in learned:
             return False
@@ -75,5 +75,5 @@ def restore(session: Session, tasks: Sequence[str], methods: Sequence[Method]) -
             f" finished tasks and the learned tasks {sorted(learned)}, the checkpoints contain"
             f" {names}; restore the missing files, or choose another --run-dir"
         )
-    session.record.replace(entries)  # only now: until the files agree, every line may be needed
+    session.record.replace(entries)  # only now, because an error above keeps every line
     return num

@@ -76,7 +76,7 @@ class Nursery:
         }
         environment |= {
             "JAX_PLATFORMS": "cpu",
-            # apart from the tests' own, because a killed child can leave half a program in it
+            # apart from the tests' own, because a killed child can leave half of a file in it
             "JAX_COMPILATION_CACHE_DIR": f"{os.environ['JAX_COMPILATION_CACHE_DIR']}/children",
             "MPLBACKEND": "agg",
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE))),

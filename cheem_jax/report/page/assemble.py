@@ -34,7 +34,7 @@ from cheem_jax.report.page.charts import EmptySection
 from cheem_jax.report.page.examples import examples
 from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, number, percent
-from cheem_jax.run.differences import find_differences, summary
+from cheem_jax.run.differences import NAMED, find_differences, summary
 from cheem_jax.run.record import to_json
 from cheem_jax.run.results import Results
 
@@ -192,7 +192,7 @@ def _check_alike(finished: Sequence[RunRecord]) -> None:
         if differing := find_differences(identity(finished[0]), identity(run)):
             raise ValueError(
                 f"{finished[0].directory} and {run.directory} differ:"
-                f" {summary(differing, 'values')}; write a separate report for each"
+                f" {summary(differing, 'values', NAMED)}; write a separate report for each"
             )
     check_comparable(finished)
 
