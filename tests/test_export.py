@@ -2,6 +2,7 @@
 half-done."""
 
 import dataclasses
+import errno
 import inspect
 import json
 import os
@@ -23,6 +24,7 @@ from cheem_jax.backbone.params import build, get_params, init_params, shapes_of
 from cheem_jax.backbone.timm_names import from_timm
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
 from cheem_jax.core.routing import Router, RouterConfig, centroid_distances, normalise
@@ -368,6 +370,26 @@ def test_a_file_without_its_description_is_not_left_behind(tmp_path):
     with pytest.raises(OSError, match="File name too long.*stablehlo.json"):
         export(example.subject(), place, "stablehlo", task="plain")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+def test_an_export_that_fails_keeps_the_earlier_file_and_its_description(tmp_path, monkeypatch):
+    def full(file, content):
+        if file.suffix == ".stablehlo":
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        write_atomically(file, content)
+
+    monkeypatch.setattr(exporting, "write_atomically", full)
+    place = tmp_path / "memory.stablehlo"
+    with pytest.raises(OSError, match="No space left"):
+        export(example.subject(), place, "stablehlo", task="plain")
+    assert not list(tmp_path.iterdir())
+    before = {place: b"the earlier network", tmp_path / "memory.stablehlo.json": b"{}"}
+    for file, content in before.items():
+        file.write_bytes(content)
+    with pytest.raises(OSError, match="No space left"):
+        export(example.subject(), place, "stablehlo", task="plain", overwrite=True)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_places_and_tasks_that_do_not_fit_are_refused_before_any_work(tmp_path):

@@ -165,13 +165,20 @@ def export(
                 f" {', '.join(unseen)}"
             )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, artefact.content)
-    if description_file is not None:
-        try:
-            write_atomically(description_file, json.dumps(description, indent=1))
-        except BaseException:
-            file.unlink()  # without its description, the file has no class names
-            raise
+    if description_file is None:
+        write_atomically(file, artefact.content)
+        return Exported(file, len(artefact.content), difference, seconds, tuple(notes))
+    # the smaller file first, because a failure of the other one can restore it
+    earlier = description_file.read_bytes() if description_file.exists() else None
+    write_atomically(description_file, json.dumps(description, indent=1))
+    try:
+        write_atomically(file, artefact.content)
+    except BaseException:
+        if earlier is None:
+            description_file.unlink()
+        else:
+            write_atomically(description_file, earlier)
+        raise
     return Exported(file, len(artefact.content), difference, seconds, tuple(notes))
 
 
