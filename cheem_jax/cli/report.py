@@ -59,8 +59,9 @@ def write_report_page(settings: Report) -> None:
     try:
         runs, left_out = write_page(settings.runs, file, images=settings.images)
     except OSError as error:
-        way_out = "" if ":" in error.strerror else "; choose another file with --out"
-        raise ValueError(f"{file} cannot be written ({error.strerror}){way_out}") from error
+        reason = error.strerror or "unknown reason"
+        way_out = "" if "choose" in reason else "; choose another file with --out"
+        raise ValueError(f"{file} cannot be written ({reason}){way_out}") from error
     for directory, reason in left_out:
         progress.say(f"excluded {shown(directory)}: {reason}")
     if settings.figures:

@@ -76,7 +76,7 @@ def _words(hint: Any) -> str:
     """Return the description of a type for error messages."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+        return f"{'one of ' * (len(args) > 1)}{', '.join(map(str, args))}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(map(_words, args))
     if typing.get_origin(hint) is tuple:
