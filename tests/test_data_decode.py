@@ -267,6 +267,14 @@ def test_a_jpeg_of_very_many_scans_is_refused_since_each_passes_over_the_whole_i
         decode_image(data[:end] + 200 * data[start:end] + data[end:], 8, name="slow.jpg")
 
 
+@pytest.mark.parametrize("colour", [(255, 218, 0), (0, 218, 255)])
+@pytest.mark.parametrize("kind", ["PNG", "PPM", "BMP", "TIFF"])
+def test_pixels_that_look_like_scans_are_pixels(kind, colour):
+    Image.new("RGB", (64, 64), colour).save(file := io.BytesIO(), kind)
+    pixels = decode_image(file.getvalue(), 8)
+    np.testing.assert_array_equal(pixels, np.broadcast_to(np.uint8(colour), (8, 8, 3)))
+
+
 def test_a_tiff_with_enormous_tiles_is_refused_before_one_is_made():
     tags = [
         (256, 100),

@@ -89,6 +89,7 @@ def test_an_enclosing_folder_and_hidden_files_are_looked_through(tmp_path):
     files = {f"pets-main/{name}": data for name, data in FULL.items()}
     files |= {"__MACOSX/pets-main/train/cat/._00.png": b"x", "pets-main/.git/a/b.png": b"x"}
     files |= {"pets-main/train/cat/.hidden.png": b"x", "pets-main/README.md": b"hello"}
+    files["pets-main/train/cat/0.png~"] = next(iter(files.values()))  # an editor's copy
     want = load_task(write_zip(tmp_path / "pets.zip", FULL), image_size=4)
     (tmp_path / "b").mkdir()
     for place in (
@@ -496,6 +497,8 @@ def test_a_stream_loads_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
     )
     stream = load_stream(tmp_path, ["digits", "birds"], image_size=4)
     assert [task.name for task in stream.tasks] == ["digits", "birds"]
+    write(tmp_path / "sets" / "v1.2" / "cars", FULL)
+    assert load_stream(tmp_path / "sets" / "v1.2", image_size=4).name == "v1.2"
 
 
 def test_unusable_streams_are_refused(tmp_path):

@@ -110,6 +110,14 @@ def test_erasing_makes_full_experts_of_descendants_with_the_same_bits():
     assert_same_networks(before, done.memory)
 
 
+def test_an_expert_that_is_erased_is_not_called_a_full_expert():
+    before = memory(("cats", "new new"), ("dogs", "adapt:1 skip"), ("owls", "adapt:2 reuse:1"))
+    done = forget(before, "cats", "dogs", erase=True)
+    assert done.removed == (PoolPosition(0, 1), PoolPosition(0, 2))
+    assert done.merged == (PoolPosition(0, 3),)
+    assert_same_networks(before, done.memory)
+
+
 def test_an_ancestor_waits_until_nothing_descends_from_it():
     before = memory(("cats", "new skip"), ("dogs", "adapt:1 skip"), ("owls", "new skip"))
     waiting = forget(before, "cats").memory

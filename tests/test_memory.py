@@ -1,10 +1,12 @@
 """A memory that lives on: learned in several sittings, asked, corrupted, killed, forgotten."""
 
 import dataclasses
+import errno
 import io
 import json
 import re
 import shutil
+import struct
 import unicodedata
 from pathlib import Path
 
@@ -218,6 +220,23 @@ def test_an_open_image_has_the_pixels_of_its_file(mode, tmp_path):
         np.testing.assert_allclose(pixels[0, ..., 0], np.asarray(image) / 257, atol=0.5)
 
 
+def test_a_broken_image_is_an_error_of_that_image_however_it_is_given():
+    good = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    good.save(file := io.BytesIO(), "PNG")
+    data = file.getvalue()
+    middle = data.index(b"IDAT") + 2000
+    broken = data[:middle] + b"\xff\xff\xff\xffID\0T" + data[middle:]
+    length = struct.pack(">I", middle - data.index(b"IDAT") - 4 - 4)  # of the chunk before
+    at = data.index(b"IDAT") - 4
+    broken = broken[:at] + length + broken[at + 4 :]
+    images = [good, broken, Image.open(io.BytesIO(broken))]
+    ((_, pixels, errors),) = decode_pieces(NamedFiles(images, upright=True), 8, 3)
+    assert len(pixels) == 1 and errors[0] == ""
+    assert all("-: the image cannot be decoded" in error for error in errors[1:])
+    with pytest.raises(ValueError, match=r"image 0 is uint8 \[0, 5, 3\], expected a file"):
+        NamedFiles([np.zeros((0, 5, 3), np.uint8)], upright=True)
+
+
 @pytest.mark.parametrize(
     ("mode", "reason"), [("F", "floating-point pixels"), ("I", "outside the 16-bit range")]
 )
@@ -427,6 +446,32 @@ def test_a_killed_learning_resumes_and_ends_with_the_same_bits(learned, tmp_path
         entry["index"] for entry in read(tmp_path / "pets") if entry["event"] == "evaluated"
     ]
     assert measured == [0, 1, 2] and memory.config.learning is None
+
+
+@pytest.mark.full
+def test_forgetting_keeps_an_interrupted_task_until_it_succeeds(copied, memory, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
+    before = {f: f.read_bytes() for f in copied.rglob("*") if f.is_file()}
+    assert list(copied.rglob("running-*"))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("cheem_jax.memory.state.write_generation", full)
+        memory.forget("task0", "fourth")
+    assert {f: f.read_bytes() for f in copied.rglob("*") if f.is_file()} == before
+
+    # a task whose checkpoint cannot be saved after its line is in the record
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("cheem_jax.memory.changing.save_memory_task", full)
+        memory.learn(small.task("fourth", 8))
+    names = [e["report"]["name"] for e in read(copied) if e["event"] == "learned"]
+    assert names == ["task0", "task1", "task2", "fourth"]
+    memory.forget("task0", "fourth")
+    assert not list(copied.rglob("running-*")) and memory.info()["learning"] is None
+    names = [e["report"]["name"] for e in read(copied) if e["event"] == "learned"]
+    assert names == ["task1", "task2"]
 
 
 @pytest.mark.full
@@ -720,6 +765,7 @@ def test_more_images_of_every_class_change_one_task_alone(copied, memory, capsys
         ("task0", 88),
     ]
     assert tasks[2]["extended"] == [{"num_train": [40, 88], "num_classes": [3, 3]}]
+    assert tasks[2]["num_tested"] == len(MORE.test.labels)
     results = results_of(read(copied))
     spent = sum(sum(task["seconds"].values()) for task in tasks)
     assert results["seconds_total"] > spent  # the first learning of task0 counts, too

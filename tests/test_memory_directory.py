@@ -1,6 +1,7 @@
 """A memory's folder appears whole or not at all, wherever it is; foreign files next to it are left
 alone."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -29,6 +30,10 @@ FOREIGN = (
 )
 
 
+NO_PROCESS = 99_999_999
+"""A number above those of all processes."""
+
+
 def fill(folder):
     (folder / NAME).write_text("{}")
     (folder / "generation-0001" / "cheem").mkdir(parents=True)
@@ -50,7 +55,7 @@ def volume(tmp_path):
     folder.mkdir()
     for name in FOREIGN:
         (folder / name).write_bytes(b"x")
-    (folder / ".volume.999.partial").mkdir()  # of a process that was killed
+    (folder / f".volume.{NO_PROCESS}.partial").mkdir()  # of a process that was killed
     return folder
 
 
@@ -111,6 +116,22 @@ def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path, monkeypatch
         new_directory(tmp_path / "mem"),
     ):
         raise AssertionError
+
+
+def test_of_two_processes_that_fill_one_folder_the_first_one_succeeds(tmp_path, monkeypatch):
+    folder = tmp_path / "mem"
+    folder.mkdir()
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # which runs
+    first = new_directory(folder)
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(first)
+        monkeypatch.setattr(os, "getpid", lambda: 2)
+        with pytest.raises(ValueError, match="is not empty"), new_directory(folder) as other:
+            fill(other)
+            (other / "weights").write_text("others")
+            fill(one)
+            stack.close()
+    assert names(folder) == OURS and (folder / "weights").read_text() == "w"
 
 
 def test_removing_a_memory_leaves_foreign_files(volume, tmp_path):

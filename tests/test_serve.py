@@ -2,6 +2,7 @@
 sentence."""
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from PIL import Image
 from pixels import large_png, png_chunk
 from serving import (
     COLOURS,
@@ -290,6 +292,16 @@ def test_an_invalid_image_is_answered_with_one_sentence_that_says_why(what: str,
     assert sentence in answer.json["error"]
     assert "\n" not in answer.json["error"]
     assert served.predict(PNG).json["class"] == "224-32-32"
+
+
+def test_pixels_of_heic_are_counted_too():
+    pillow_heif = pytest.importorskip("pillow_heif", reason="needs the extra `heic`")
+    image = Image.fromarray(np.zeros((30, 40, 3), np.uint8))
+    pillow_heif.from_pillow(image).save(file := io.BytesIO())
+    with pytest.raises(Refused, match="40 x 30 pixels are too many") as refused:
+        decode(file.getvalue(), 8, 1000, "the image", True)
+    assert refused.value.status_code == 413
+    assert decode(file.getvalue(), 8, 1200, "the image", True).shape == (8, 8, 3)
 
 
 def test_pixels_of_an_image_that_is_too_large_are_never_made(monkeypatch):

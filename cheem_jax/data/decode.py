@@ -69,8 +69,7 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
             if isinstance(data, Image.Image):
                 image = data  # closed by the caller
             else:
-                formats = _heif() if HEIF_MAGIC.match(data) else FORMATS
-                image = stack.enter_context(Image.open(io.BytesIO(data), formats=formats))
+                image = stack.enter_context(Image.open(io.BytesIO(data), formats=formats_of(data)))
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(
                     f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are accepted"
@@ -90,8 +89,11 @@ def opened(data: bytes | Image.Image, name: str) -> Iterator[Image.Image]:
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
 
 
-def _heif() -> tuple[str, ...]:
-    """Register Pillow's HEIC decoder, and return a tuple with the name of its format."""
+def formats_of(data: bytes) -> tuple[str, ...]:
+    """Return Pillow's names of the formats that the file can have. Pillow's HEIC decoder is
+    registered for a HEIC file; without it, this raises ValueError."""
+    if not HEIF_MAGIC.match(data):
+        return FORMATS
     if not READS_HEIF:
         raise ValueError(f"HEIC images need pillow-heif: {GET_HEIF}")
     import pillow_heif
@@ -103,9 +105,11 @@ def _heif() -> tuple[str, ...]:
 def _refuse_bombs(image: Image.Image, data: bytes) -> None:
     """Raise ValueError for files that need much more work or memory than the size of the image
     suggests."""
-    if (scans := data.count(b"\xff\xda\0")) > MAX_SCANS:
-        raise ValueError(f"{scans} scans, at most {MAX_SCANS} are accepted")
     tags = getattr(image, "tag_v2", {})
+    # in files without JPEG data, the bytes of a scan's marker can be pixels
+    has_scans = data.startswith(b"\xff\xd8") or tags.get(TIFF.COMPRESSION) in (6, 7)
+    if has_scans and (scans := data.count(b"\xff\xda\0")) > MAX_SCANS:
+        raise ValueError(f"{scans} scans, at most {MAX_SCANS} are accepted")
     tile = [tags.get(tag, 0) for tag in (TIFF.TILEWIDTH, TIFF.TILELENGTH)]
     if tile[0] * tile[1] > MAX_PIXELS:
         raise ValueError(

@@ -323,7 +323,8 @@ def is_dead_link(file: Path) -> bool:
 
 
 def is_hidden(part: str) -> bool:
-    return part.startswith(".") or part.casefold() in SYSTEM_FOLDERS
+    """Return whether a file or folder is hidden, of the system, or an editor's copy."""
+    return part.startswith(".") or part.endswith("~") or part.casefold() in SYSTEM_FOLDERS
 
 
 def walk(

@@ -34,7 +34,7 @@ from cheem_jax.data.decode import (
     decode_row,
 )
 from cheem_jax.data.files import Encoded, import_extra
-from cheem_jax.data.folder import plan_stream, plan_task
+from cheem_jax.data.folder import name_of, plan_stream, plan_task
 from cheem_jax.data.task import EncodedSplit, Plan, Split, Stream, Task, hash_images
 
 FORMAT = "cheem_jax-images/1"
@@ -147,7 +147,7 @@ def load_stream(
     images are rotated by their EXIF orientation."""
     path = absolute(path)
     plans = [plan.turned(upright) for plan in plan_stream(path, tasks, seed=seed)]
-    return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
+    return Stream(name_of(path), load_tasks(plans, image_size, ImagesConfig("memory")))
 
 
 def load_train(

@@ -108,7 +108,7 @@ def export(
     if kind not in SUFFIXES:
         raise ValueError(f"unknown kind {kind!r}; expected one of {', '.join(SUFFIXES)}")
     description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
-    if file.suffix != SUFFIXES[kind]:
+    if file.suffix.lower() != SUFFIXES[kind]:
         raise ValueError(
             f"{file}: a file of kind {kind!r} ends with {SUFFIXES[kind]!r}, not {file.suffix!r}"
         )

@@ -19,7 +19,7 @@ from cheem_jax.memory.learning import LearnerSetup, extend, learn
 from cheem_jax.memory.state import MemoryState
 from cheem_jax.run import fingerprint
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import read
+from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
 from cheem_jax.run.session import Session
 
@@ -288,10 +288,13 @@ def forget_tasks(
     result = Forgotten(state.internal)
     if saved or not names:
         result = forget(state.internal, *saved, erase=erase)
-    if interrupted is not None:
-        state = state.end_learning()
+    if interrupted is not None:  # its line is in the record if saving its checkpoint failed
+        num_learned = len(state.names)
+        Record(state.directory).keep(
+            lambda entry: entry["event"] != "learned" or entry["report"]["index"] < num_learned
+        )
     if not saved:
-        return state, result
+        return (state if interrupted is None else state.end_learning()), result
     data, extended = (
         {name: value for name, value in values.items() if name not in saved}
         for values in (state.config.data_sha256, state.config.extended)

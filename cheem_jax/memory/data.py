@@ -121,7 +121,7 @@ class NamedFiles(FolderFiles):
         self._loading = threading.Lock()
         for row, image in enumerate(images):
             if isinstance(image, np.ndarray):
-                fits = image.dtype == np.uint8 and image.shape[2:] == (3,)
+                fits = image.dtype == np.uint8 and image.shape[2:] == (3,) and image.size > 0
                 kind = f"{image.dtype} {list(image.shape)}"
             else:
                 fits = isinstance(image, str | Path | bytes | Image.Image)
@@ -139,8 +139,12 @@ class NamedFiles(FolderFiles):
         """Return the image at `row` for decoding, as bytes or as a PIL image."""
         match image := self.images[row]:
             case Image.Image():
-                with self._loading:  # otherwise, two threads could load the same open file at once
-                    image.load()
+                try:
+                    with self._loading:  # else, two threads could load the same file at once
+                        image.load()
+                except Exception as error:  # Pillow raises errors of almost any type
+                    where = self.where(row)
+                    raise ValueError(f"{where}: the image cannot be decoded: {error}") from error
                 return image
             case bytes():
                 return image

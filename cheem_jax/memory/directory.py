@@ -15,6 +15,7 @@ killed process are removed by the next process that changes the memory.
 
 import contextlib
 import dataclasses
+import errno
 import glob
 import json
 import os
@@ -168,7 +169,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
     partial = directory / name if exists else directory.with_name(name)
     remains = directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial")
     for folder in remains if exists else [partial]:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
+        if folder == partial or not _is_written(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -182,11 +184,12 @@ def new_directory(directory: Path) -> Iterator[Path]:
         for path in (*partial.rglob("*"), partial):
             to_disk(path)
         if exists:
+            check_free(directory)  # another process can have filled it meanwhile
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == NAME):
                 if entry.name == NAME:
                     to_disk(directory)
+                os.rename(entry, directory / entry.name)
                 moved.append(directory / entry.name)
-                os.rename(entry, moved[-1])
             to_disk(directory)
         else:
             os.replace(partial, directory)
@@ -197,6 +200,19 @@ def new_directory(directory: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_written(partial: Path) -> bool:
+    """Return whether the process that created a hidden folder, whose name contains its number, runs
+    on this machine."""
+    number = partial.name.split(".")[-2]
+    if os.name != "posix" or not number.isdecimal():
+        return False
+    try:
+        os.kill(int(number), 0)  # signal 0 only asks
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return True
 
 
 def remove_empty(directory: Path) -> None:

@@ -94,6 +94,7 @@ def without_numbers(memory: InternalMemory, *numbers: int, erase: bool = False) 
                 )
                 group.append(RetainedExpert(PoolPosition(b, e), users))
         pool.append(tuple(block))
+    merged = [place for place in merged if place not in removed]
     return Forgotten(
         InternalMemory(tuple(pool), tasks, forgotten),
         numbers,

@@ -216,6 +216,7 @@ def extend(
         "index": len(memory.tasks),
         "extended": [*earlier.get("extended", []), sizes_then],
         "tested_on": "test" if len(task.test.labels) else "validation",
+        "num_tested": len(task.test.labels) or len(task.val.labels),
         **({"skipped_images": skipped} if skipped else {}),
         "seconds": dict(Counter(earlier["seconds"]) + Counter(report["seconds"])),
         "similarity": [*earlier["similarity"], *unknown],

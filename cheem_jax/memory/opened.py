@@ -323,7 +323,7 @@ class OpenMemory:
             extend: name of a learned task that also learns these images. The images can belong to
                 classes of this task or to new classes.
             save_every: seconds between rolling checkpoints; see `Session`.
-            discard_unfinished: discard an interrupted task instead of finishing it first.
+            discard_unfinished: discard an interrupted task that these data do not resume.
         """
         self.check_writable()
         tasks = read_new_tasks(self.state, data, name, extend, progress := progress or Progress())

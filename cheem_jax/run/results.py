@@ -208,8 +208,10 @@ def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.nd
 
 def num_tested(tasks: Sequence[Entry]) -> np.ndarray:
     """Return the number of images on which each task is evaluated: its test images, or its
-    validation images if it has no test images."""
-    return np.array([task["num_test"] or task["num_val"] for task in tasks])
+    validation images if it has no test images. Of an extended task, only new images count."""
+    return np.array(
+        [task.get("num_tested") or task["num_test"] or task["num_val"] for task in tasks]
+    )
 
 
 def curve_of(

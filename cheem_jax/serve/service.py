@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from cheem_jax.data.decode import FORMATS, decode_image
+from cheem_jax.data.decode import decode_image, formats_of
 from cheem_jax.engine.compilation import compilations
 from cheem_jax.memory.predictor import FilePrediction, Prediction, Predictor
 from cheem_jax.serve import Limits
@@ -290,7 +290,7 @@ def decode(
     if not data:
         raise Refused(400, "no_image", f"{name}: an empty file is not an image")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=formats_of(data)) as image:
             num = image.width * image.height
             text = f"{image.width} x {image.height} pixels are"
     except (
