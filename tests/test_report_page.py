@@ -455,9 +455,9 @@ def test_variants_of_a_method_have_separate_rows(tmp_path):
         ({"names": ("one", "two")}, {}, "differ: order of tasks."),
         ({"names": ("three", "two", "one")}, {}, "differ: order of tasks."),
         ({"data_sha256": "y"}, {}, "data_sha256.one is .x. in the first and .y. in the second"),
-        ({}, {"stream": "big"}, "stream is .* there and .*big"),
-        ({}, {"backbone": "vit_nano"}, "backbone is .* there and .*vit_nano"),
-        ({}, {"image_size": 9}, "image_size is .* there and .*9"),
+        ({}, {"stream": "big"}, "stream is .* in the first and .*big"),
+        ({}, {"backbone": "vit_nano"}, "backbone is .* in the first and .*vit_nano"),
+        ({}, {"image_size": 9}, "image_size is .* in the first and .*9"),
     ],
 )
 def test_runs_of_other_data_or_settings_are_refused(tmp_path, made, fields, message):

@@ -232,7 +232,7 @@ def test_runs_with_different_tasks_are_refused_with_the_names_of_the_tasks(tmp_p
 def test_different_precisions_and_presets_are_refused(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", seed=1, engine={"precision": "bfloat16"})
-    with pytest.raises(ValueError, match="precision is .float32. there and .bfloat16. here"):
+    with pytest.raises(ValueError, match="precision is .float32. in the first and .bfloat16."):
         run_tables(tmp_path, "breakdown")
     write_run(tmp_path / "other/2", "l2p", preset="quick, changed")
     with pytest.raises(ValueError, match="but preset is "):
@@ -245,8 +245,8 @@ def test_runs_on_different_data_are_refused_with_the_difference(tmp_path):
     write_run(tmp_path / "runs/1")
     write_run(tmp_path / "runs/2", "lora_cl", split_sha256={"shapes": "a", "letters": "other"})
     differ = (
-        r"both demo on vit_micro, but split_sha256.letters is .(b. there and .other|other. there"
-        r" and .b). here"
+        r"both demo on vit_micro, but split_sha256.letters is .(b. in the first and .other|other."
+        r" in the first and .b). in the second"
     )
     with pytest.raises(ValueError, match=differ):
         run_tables(tmp_path, "breakdown")
@@ -320,11 +320,13 @@ def test_runs_with_base_means_of_different_images_do_not_share_a_cell(tmp_path):
     measured = {"base_means_sha256": None, "base_data_sha256": "a"}
     check_comparable(of(measured, measured))
     with pytest.raises(
-        ValueError, match='would share cells, but base_data_sha256 is "a" there and null here'
+        ValueError,
+        match='share cells, but base_data_sha256 is "a" in the first and null in the s',
     ):
         check_comparable(of(measured, {**measured, "base_data_sha256": None}))
     with pytest.raises(
-        ValueError, match='would share cells, but base_data_sha256 is "a" there and "b" here'
+        ValueError,
+        match='share cells, but base_data_sha256 is "a" in the first and "b" in the s',
     ):
         check_comparable(of(measured, {**measured, "base_data_sha256": "b"}))
 
