@@ -307,6 +307,8 @@ class OneHead(Baseline):
 
     def predict(self, images: Images, task_ids: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
+        if task_ids is not None:
+            task_ids = check_task_ids(task_ids, len(self.classes), len(images))
         return self.classes.inferred(self.logits(images), task_ids)
 
 
