@@ -115,7 +115,7 @@ def _check_bound(session: Session, run: PreparedRun) -> None:
     settings = run.inputs.config.bound_settings()
     for entry in read(session.directory) if settings is not None else ():
         # an earlier version recorded only whether there is an upper bound
-        if entry["event"] in ("run", "continued") and isinstance(entry["upper_bound"], dict):
+        if entry["event"] in ("run", "continued") and isinstance(entry.get("upper_bound"), dict):
             if differences := find_differences(entry["upper_bound"], settings):
                 raise ValueError(
                     f"run directory {str(session.directory)!r} has an upper bound with other"

@@ -176,6 +176,7 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
             [*FROM_NANO, "--base-data", "none", "--image-size", "33"],
             "33 is not a multiple of vit_nano's patch size 8",
         ),
+        ([*FROM_NANO, "--base-data", "none", "--image-size", "0"], "image size 0 is not a mul"),
     ],
 )
 def test_wrong_arguments_end_in_one_line_and_status_two(

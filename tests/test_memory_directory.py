@@ -1,9 +1,10 @@
 """A memory's folder appears whole or not at all, wherever it is; foreign files next to it are left
 alone."""
 
-import contextlib
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,16 @@ FOREIGN = (
 )
 
 
-NO_PROCESS = 99_999_999
-"""A number above those of all processes."""
+FILL = """
+import sys
+from pathlib import Path
+from cheem_jax.memory.directory import new_directory
+try:
+    with new_directory(Path(sys.argv[1])):
+        pass
+except ValueError as error:
+    print(error)
+"""
 
 
 def fill(folder):
@@ -55,7 +64,7 @@ def volume(tmp_path):
     folder.mkdir()
     for name in FOREIGN:
         (folder / name).write_bytes(b"x")
-    (folder / f".volume.{NO_PROCESS}.partial").mkdir()  # of a process that was killed
+    (folder / ".volume.999.partial").mkdir()  # of a process that was killed
     return folder
 
 
@@ -83,7 +92,7 @@ def test_a_folder_that_is_there_is_filled_and_never_replaced(volume, monkeypatch
     with new_directory(volume) as partial:
         fill(partial)
         assert not OURS & names(volume)
-    assert volume.stat().st_ino == before and names(volume) == OURS | set(FOREIGN)
+    assert volume.stat().st_ino == before and names(volume) == {*OURS, *FOREIGN, ".lock"}
     assert order[-1] == NAME  # without which nothing opens, should the machine stop here
     with pytest.raises(ValueError, match="exists and is not empty"):
         check_free(volume)
@@ -118,20 +127,17 @@ def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path, monkeypatch
         raise AssertionError
 
 
-def test_of_two_processes_that_fill_one_folder_the_first_one_succeeds(tmp_path, monkeypatch):
+def test_of_two_processes_that_fill_one_folder_the_second_one_is_refused(tmp_path):
     folder = tmp_path / "mem"
     folder.mkdir()
-    monkeypatch.setattr(os, "getpid", lambda: 1)  # which runs
-    first = new_directory(folder)
-    with contextlib.ExitStack() as stack:
-        one = stack.enter_context(first)
-        monkeypatch.setattr(os, "getpid", lambda: 2)
-        with pytest.raises(ValueError, match="is not empty"), new_directory(folder) as other:
-            fill(other)
-            (other / "weights").write_text("others")
-            fill(one)
-            stack.close()
-    assert names(folder) == OURS and (folder / "weights").read_text() == "w"
+    command = [sys.executable, "-c", FILL, str(folder)]
+    with new_directory(folder) as partial:
+        fill(partial)
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert f"is in use by process {os.getpid()}" in done.stdout, done.stderr
+    assert {name for name in names(folder) if name[0] != "."} == OURS
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "exists and is not empty" in done.stdout, done.stderr
 
 
 def test_removing_a_memory_leaves_foreign_files(volume, tmp_path):

@@ -92,8 +92,7 @@ def saved_classes(root: Path) -> Classes:
 def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:
     """Return a head with `num_new` additional columns; the first `num_seen` columns are unchanged.
 
-    New weights are sampled from 0.02 times a standard normal truncated at ±2; new
-    biases are 0.
+    New weights are sampled from 0.02 times a standard normal truncated at ±2; new biases are 0.
     """
     size = next_power_of_two(num_seen + num_new)
     weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)

@@ -86,9 +86,11 @@ class Mark(NamedTuple):
 
 
 def add_costs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sum of the seconds and compilations of two entries of the record."""
-    compiled = {key: first["compile"][key] + value for key, value in second["compile"].items()}
-    return {"seconds": first["seconds"] + second["seconds"], "compile": compiled}
+    """Return the sum of the seconds and compilations of two entries of the record; an entry of an
+    earlier version can lack them."""
+    before = first.get("compile", {})
+    compiled = {key: before.get(key, 0) + value for key, value in second["compile"].items()}
+    return {"seconds": first.get("seconds", 0) + second["seconds"], "compile": compiled}
 
 
 _STRICT = {

@@ -15,7 +15,6 @@ killed process are removed by the next process that changes the memory.
 
 import contextlib
 import dataclasses
-import errno
 import glob
 import json
 import os
@@ -39,7 +38,7 @@ from cheem_jax.memory.contents import (
 from cheem_jax.memory.forgetting import changed_tasks, without_task
 from cheem_jax.report.memories import EVALUATED
 from cheem_jax.run.checkpoint import copy_task, saved_tasks
-from cheem_jax.run.directory import NAME, OURS, hold
+from cheem_jax.run.directory import LOCK, NAME, OURS, hold
 from cheem_jax.run.record import Record, read, to_json
 from cheem_jax.run.results import write_results
 
@@ -158,8 +157,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
     its parent can be read-only. The hidden folder is therefore created inside `directory`, and its
     content is moved at the end, `config.json` last.
 
-    Raises ValueError if `directory` is not empty, and OSError with the name of `directory` if the
-    hidden folder cannot be created.
+    Raises ValueError if `directory` is not empty, cannot be created or is in use by another
+    process, and OSError with the name of `directory` if the disk is full or read-only.
     """
     check_free(directory)
     directory = directory.resolve()
@@ -167,52 +166,43 @@ def new_directory(directory: Path) -> Iterator[Path]:
     moved = list[Path]()
     name = f".{directory.name}.{os.getpid()}.partial"
     partial = directory / name if exists else directory.with_name(name)
-    remains = directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial")
-    for folder in remains if exists else [partial]:
-        if folder == partial or not _is_written(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        if error.errno in REFUSING:
-            raise OSError(error.errno, error.strerror, str(directory)) from error
-        raise ValueError(
-            f"{str(directory)!r} cannot be created ({error.strerror}); choose another folder"
-        ) from error
-    try:
-        yield partial
-        for path in (*partial.rglob("*"), partial):
-            to_disk(path)
-        if exists:
-            check_free(directory)  # another process can have filled it meanwhile
-            for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == NAME):
-                if entry.name == NAME:
-                    to_disk(directory)
-                os.rename(entry, directory / entry.name)
-                moved.append(directory / entry.name)
-            to_disk(directory)
-        else:
-            os.replace(partial, directory)
-            to_disk(directory.parent)
-    except BaseException:
-        for path in reversed(moved):
-            remove(path)
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _is_written(partial: Path) -> bool:
-    """Return whether the process that created a hidden folder, whose name contains its number, runs
-    on this machine."""
-    number = partial.name.split(".")[-2]
-    if os.name != "posix" or not number.isdecimal():
-        return False
-    try:
-        os.kill(int(number), 0)  # signal 0 only asks
-    except OSError as error:
-        return error.errno == errno.EPERM
-    return True
+    with contextlib.ExitStack() as stack:
+        try:
+            if exists:  # another process can create a memory in the same folder
+                stack.enter_context(hold(directory))
+                check_free(directory)
+            remains = directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial")
+            for folder in remains if exists else [partial]:
+                shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
+            partial.mkdir(parents=True)
+        except OSError as error:
+            if error.errno in REFUSING:
+                raise OSError(error.errno, error.strerror, str(directory)) from error
+            raise ValueError(
+                f"{str(directory)!r} cannot be created ({error.strerror}); choose another folder"
+            ) from error
+        try:
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                to_disk(path)
+            if exists:
+                for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == NAME):
+                    if entry.name == NAME:
+                        to_disk(directory)
+                    moved.append(directory / entry.name)
+                    os.rename(entry, moved[-1])
+                to_disk(directory)
+            else:
+                os.replace(partial, directory)
+                to_disk(directory.parent)
+        except BaseException:
+            for path in reversed(moved):
+                remove(path)
+            if exists:
+                (directory / LOCK).unlink(missing_ok=True)
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def remove_empty(directory: Path) -> None:
