@@ -32,8 +32,7 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(faulty, tally, tmp_path):
     result = faulty.call(
         "storage_faults", scenario="save_memory_task", folder=str(tmp_path), variants=VARIANTS
     )
-    # the number of parts of a checkpoint varies a little
-    assert result["operations"] >= 20 and result["tried"] >= 0.8 * result["operations"]
+    assert result["tried"] >= 20
     _count(tally, result)
 
 
@@ -60,7 +59,7 @@ def test_small_files_are_as_before_or_wholly_new(faulty, tally, tmp_path, scenar
         result = faulty.call(
             "storage_faults", scenario=scenario, folder=str(folder), variants=[variant]
         )
-        assert result["operations"] >= 1 and result["tried"]
+        assert result["tried"]
         _count(tally, result)
 
 

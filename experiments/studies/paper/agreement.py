@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cheem_jax.report.table import METHODS, NONE, Grid
-from studies.paper.claims import CHEEM, NOT_RUN, Verdict, Verdicts, compare, number_cells, searches
+from studies.paper.claims import (
+    CHEEM,
+    NOT_RUN,
+    Verdict,
+    Verdicts,
+    compare,
+    number_cells,
+    rival,
+    searches,
+)
 from studies.paper.collected import Cell as Runs
 from studies.paper.collected import Cells
 from studies.paper.printed import UPPER_BOUND, Cell, printed
@@ -81,12 +90,14 @@ def _measured(
     compared: str, pair: Pair, search: Runs, cells: Cells, verdicts: Mapping[str, Verdict]
 ) -> str:
     title = compared
+    theirs = rival(search, pair.theirs)
     if search != CHEEM:  # the table of claims has comparisons without CHEEM only once
         title = compared.replace(CHEEM.title, search.title)
+        title = title.replace(Runs(pair.theirs).title, theirs.title)
         title = title if title != compared else f"{search.title}: {compared}"
     one = verdicts.get(title)
     if one is None and pair.ours == CHEEM.method and not any(pair.variants):
-        one = compare(title, cells, search, Runs(pair.theirs))
+        one = compare(title, cells, search, theirs)
         one = one._replace(word=one.word if one.word == NOT_RUN else "")
     if one is None or one.word == NOT_RUN:
         return NONE

@@ -17,7 +17,7 @@ from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
 from studies.paper.agreement import agreement_grid
 from studies.paper.claims import check_claims, claim_grid, compare, number_cells, searches
-from studies.paper.collected import Cell, Cells, is_compared, is_usual, load, usual_cell
+from studies.paper.collected import Cell, Cells, is_compared, load, usual_cell
 from studies.routers.page import shown_grid
 
 Results = Mapping[str, Any]
@@ -52,13 +52,13 @@ def tables_of(results: Path) -> dict[str, str]:
     """Make the Markdown tables, keyed by name.
 
     The `routers.json` of `router_study.py` and the `chosen.json` of `compare.py --choose` can be
-    next to the folder `results`, and so can runs with smaller images, in a folder such as
-    `runs_96`.
+    next to the folder `results`, and so can runs with smaller images, in folders such as `runs_96`
+    and `runs_96_chosen`.
     """
     cells = load(results)
     rows = rows_of(cells)
     smaller = {
-        folder.name.rpartition("_")[2]: load(folder)
+        folder.name.removeprefix(f"{results.name}_"): load(folder)
         for folder in sorted(results.parent.glob(f"{results.name}_*"))
     }
     routers, chosen = (
@@ -71,7 +71,10 @@ def tables_of(results: Path) -> dict[str, str]:
     if claims.rows:
         grids["claims"] = claims
         streams = {f"{rows[0].runs[0]['image_size']} pixels": (cells, checked)}
-        streams |= {f"{size} pixels": (runs, check_claims(runs)) for size, runs in smaller.items()}
+        for name, runs in smaller.items():
+            size, *settings = name.split("_")
+            title = ", ".join([f"{size} pixels", *settings])
+            streams[title] = (runs, check_claims(runs))
         grids["agreement"] = agreement_grid(streams)
     for name, runs in smaller.items():
         grids[f"methods_{name}"] = method_grid(rows_of(runs), runs).without(DETAILS)
@@ -83,8 +86,11 @@ def tables_of(results: Path) -> dict[str, str]:
 
 def rows_of(cells: Cells) -> list[Row]:
     """Return the rows of all cells; ablations and other orders are last."""
-    if not any(is_usual(cells, cell) for cell in cells):
-        raise ValueError("no collected run has a method's own settings and order; collect one")
+    if not any(is_compared(cells, cell) for cell in cells):
+        raise ValueError(
+            "every collected run is an ablation or has another order of tasks; collect a run to"
+            " compare"
+        )
     rows = [
         Row(
             cell,

@@ -241,6 +241,12 @@ def row_of(page: str, name: str) -> list[str]:
     return cells[cells.index(name) + 1 :]
 
 
+def agreement_in(page: str) -> dict[str, list[str]]:
+    """Return the rows of the differences that the paper prints, keyed by comparison."""
+    lines = page[page.index("## Agreement") :].splitlines()[4:]
+    return {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in lines}
+
+
 def test_one_run_makes_tables_without_a_comparison_that_are_always_identical(tmp_path):
     write(tmp_path / "runs")
     page = page_of(tmp_path)
@@ -311,8 +317,7 @@ def test_our_differences_are_next_to_those_that_the_paper_prints(tmp_path):
     write(tmp_path / "runs_32", rate=0.9)
     write(tmp_path / "runs_32", "lora_cl", rate=0.5)
     page = page_of(tmp_path)
-    table = page[page.index("## Agreement") :].splitlines()
-    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in table[4:]}
+    rows = agreement_in(page)
     # MTIL and VDD with DeiT-Tiny, ViT-B and CLIP: 74.51 - 71.06, 76.18 - 74.01, ...
     assert rows["CHEEM − LoRA-CL"][1:7] == ["+3.5", "+2.2", "+1.2", "+0.7", "−0.4", "−1.3"]
     assert rows["HEE − uniform, accuracy"][1:5] == ["−0.5", "–", "+1.1", "–"]
@@ -323,6 +328,20 @@ def test_our_differences_are_next_to_those_that_the_paper_prints(tmp_path):
     assert rows["S-Prompts − L2P"][7] == f"0.0 (0.0 to 0.0), {TOO_FEW}"
     assert rows["S-Prompts − L2P"][8] == "–"
     assert "## Methods_32" in page
+
+
+def test_elimination_is_compared_with_the_baseline_whose_rate_rises_too(tmp_path):
+    write(tmp_path / "runs")
+    write(tmp_path / "runs_32_chosen", sampling="anchored", ops={"truncated_rank": 32})
+    write(tmp_path / "runs_32_chosen", "lora_cl", rate=0.5, fit={"schedule": "warm_cosine"})
+    write(tmp_path / "runs_32_chosen", "s_prompts", rate=0.95)
+    write(tmp_path / "runs", "lora_cl")
+    page = page_of(tmp_path)
+    rows = agreement_in(page)
+    assert rows["compared"][-1] == "CHEEM, elimination, 32 pixels, chosen"
+    for name, sign in (("CHEEM − LoRA-CL", "+"), ("CHEEM − S-Prompts", "−")):
+        assert rows[name][-1].startswith(sign)
+    assert row_of(page, "LoRA-CL, rising rate")[3].startswith("+")
 
 
 def test_corrupted_runs_are_refused(tmp_path):
