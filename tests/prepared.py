@@ -50,19 +50,26 @@ def value_of(feature: Any, rng: np.random.Generator) -> Any:
             return 0
         case tfds.features.Text():
             return "text"
+        case tfds.features.Scalar():
+            return 0
         case tfds.features.Image():
             return png(rng, tuple(side or 6 for side in feature.shape))
     raise AssertionError(feature)
 
 
 def prepare_small(
-    data_dir: Path, spec: str, labels: Mapping[str, np.ndarray], *, key: str | None = None
+    data_dir: Path,
+    spec: str,
+    labels: Mapping[str, np.ndarray],
+    *,
+    key: str | None = None,
+    more: Mapping[str, Any] = {},
 ) -> Path:
     """Write a data set with these labels in its splits; `key` is the text feature that names the
-    images."""
+    images, and `more` has further features."""
     name, _, version = spec.partition(":")
     name, _, config = name.partition("/")
-    features = features_of(spec)
+    features = tfds.features.FeaturesDict({**features_of(spec), **more})
     rng = np.random.default_rng(len(name))
 
     class Small(tfds.core.GeneratorBasedBuilder, skip_registration=True):

@@ -220,6 +220,17 @@ def test_any_prepared_data_set_is_a_task(prepared):
     assert plan.split_sha256 == plan_tfds("eurosat", data_dir).split_sha256
 
 
+@pytest.mark.full
+def test_numbers_name_no_images_and_other_splits_are_named(tmp_path):
+    from prepared import prepare_small, tfds
+
+    labels = {"train": np.arange(40) % 10, "extra": np.arange(10)}
+    prepare_small(tmp_path, "mnist:3.0.1", labels, more={"id": tfds.features.Scalar(np.int64)})
+    plan = plan_tfds("mnist", tmp_path)
+    assert plan.num_images == 40
+    assert plan.ignored == ("tfds:mnist/3.0.1: splits ignored: extra",)
+
+
 def test_a_data_set_that_is_not_prepared_is_named(prepared, tmp_path):
     data_dir, _ = prepared
     with pytest.raises(FileNotFoundError, match="'mnist:9.9.9' is not prepared in"):

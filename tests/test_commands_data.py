@@ -185,6 +185,11 @@ def test_show_plots_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
     for source, output in (("stream/birds", "birds.jpg"), ("stream", "sheets.png")):
         status, _, err = cheem("data", "show", source, "--output", output)
         assert status == 2 and "--output is" in err and not (tmp_path / output).exists()
+    pictures(tmp_path / "broken" / "apes")
+    for file in (pictures(tmp_path / "broken" / "bats") / "train").rglob("*.png"):
+        file.write_bytes(b"broken")
+    status, _, err = cheem("data", "show", "broken", "--output", "sheets")
+    assert status == 2 and "bats" in err and not (tmp_path / "sheets").exists()
     for name in ("a.b", "a b"):
         pictures(tmp_path / "alike" / name)
     status, _, _ = cheem("data", "show", "alike", "--output", "two")

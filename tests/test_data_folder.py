@@ -19,7 +19,7 @@ from pixels import png
 
 from cheem_jax.data import fingerprint, load_stream, load_task
 from cheem_jax.data.files import files_of, list_files
-from cheem_jax.data.folder import plan_stream, plan_task
+from cheem_jax.data.folder import plan_manifest, plan_stream, plan_task
 from cheem_jax.data.sources import plan_stream_file
 from cheem_jax.data.task import cut, tenths
 
@@ -110,8 +110,9 @@ def test_folders_of_network_storage_are_left_out_with_a_note(tmp_path):
     for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
         plan = plan_task(place)
         assert plan.counts == {"train": 5, "val": 2, "test": 3}
-        message = "hidden or system folders ignored: #recycle; .thumbnails; @eaDir (2); __MACOSX"
-        assert plan.ignored == (f"{place.name}: {message}",)
+        (note,) = plan.ignored
+        assert note.startswith(f"{place.name}: folders ignored (hidden, of the system")
+        assert note.endswith(": #recycle; .thumbnails; @eaDir (2); __MACOSX")
 
 
 def test_suffixes_count_in_either_case_and_other_files_are_left_out(tmp_path):
@@ -130,6 +131,7 @@ def test_other_files_are_counted_by_folder_and_kind_and_unknown_suffixes_by_cont
     files = FULL | {f"train/cat/{i}.HEIC": HEIC for i in range(20)} | {"train/cat/phone": HEIC}
     files |= {
         "train/dog/no_suffix": png(9),
+        "train/dog/grey.pnm": b"P5\n2 2\n255\n1234",
         "train/dog/odd": b"x",
         "train/dog/a.txt": b"x",
         "train/cat/b.txt": b"x",
@@ -137,7 +139,7 @@ def test_other_files_are_counted_by_folder_and_kind_and_unknown_suffixes_by_cont
     files |= {"meta.json": b"{}", "train/cat/.DS_Store": b"x", "train/dog/x.npy": b"x"}
     for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
         plan = plan_task(place)
-        assert plan.counts == {"train": 6, "val": 2, "test": 3}
+        assert plan.counts == {"train": 7, "val": 2, "test": 3}
         assert list(plan.ignored) == [
             f"{place.name}: 2 files ignored (.txt)",
             f"{place.name}/train/cat: 20 files ignored (.HEIC; pip install 'cheem_jax[heic]')",
@@ -146,7 +148,7 @@ def test_other_files_are_counted_by_folder_and_kind_and_unknown_suffixes_by_cont
             f"{place.name}/train/dog: 1 file ignored (no suffix)",
         ]
     monkeypatch.setattr("cheem_jax.data.files.READS_HEIF", True)
-    assert plan_task(tmp_path / "pets").counts["train"] == 6 + 21
+    assert plan_task(tmp_path / "pets").counts["train"] == 7 + 21
 
 
 def test_many_folders_with_other_files_take_ten_lines(tmp_path):
@@ -192,6 +194,8 @@ def test_meta_json_names_the_classes_in_label_order(tmp_path):
     meta = {"meta.json": json.dumps({"classes": ["dog", "cat"]}).encode()}
     task = load_task(write(tmp_path / "b", FULL | meta), image_size=4)
     assert task.classes == ("dog", "cat") and task.train.labels.tolist() == [1, 1, 1, 0, 0]
+    enclosed = {f"photos/{name}": data for name, data in FULL.items()}
+    assert plan_task(write_zip(tmp_path / "d.zip", enclosed | meta)).classes == ("dog", "cat")
     other = {"meta.json": b'{"made by": "a camera"}'}
     assert load_task(write(tmp_path / "c", FULL | other), image_size=4).classes == ("cat", "dog")
 
@@ -479,10 +483,62 @@ def test_encrypted_and_corrupted_zip_members_are_refused_by_name(tmp_path):
         load_task(file, image_size=4)
 
 
-def test_a_link_to_a_parent_folder_does_not_hang(tmp_path):
+def test_a_link_to_a_folder_above_is_left_out_with_a_note(tmp_path):
     folder = write(tmp_path / "pets", FULL)
     (folder / "loop").symlink_to(folder, target_is_directory=True)
-    assert 0 < len(list_files(folder)) < 200
+    (folder / "train" / "up").symlink_to(tmp_path, target_is_directory=True)
+    assert list_files(folder) == sorted(FULL)
+    assert [note.rpartition(": ")[2] for note in plan_task(folder).ignored] == ["loop; up"]
+
+
+def test_deep_folders_are_read_or_refused_but_never_cut(tmp_path):
+    deep = "/".join("abcdefghijkl")
+    write(tmp_path / "deep", {f"{deep}/1.png": png()})
+    assert list_files(tmp_path / "deep") == [f"{deep}/1.png"]
+    write(tmp_path / "deeper", {"/".join("d" * 65) + "/1.png": png()})
+    with pytest.raises(ValueError, match="folders are nested more than 64 deep"):
+        list_files(tmp_path / "deeper")
+
+
+def test_a_link_has_its_own_name(tmp_path):
+    for name in ("oxford", "cub"):
+        write(tmp_path / "store" / name / "images", FULL)
+    (tmp_path / "photos").mkdir()
+    for name, target in (("pets", "oxford"), ("birds", "cub")):
+        (tmp_path / "photos" / name).symlink_to(tmp_path / "store" / target / "images")
+    assert [plan.name for plan in plan_stream(tmp_path / "photos")] == ["birds", "pets"]
+    rows = "".join(f"{name},{name.split('/')[1]}\n" for name in FULL)
+    write(tmp_path / "blobs", {"5d41": f"path,label\n{rows}".encode()})
+    (table := tmp_path / "store" / "oxford" / "images" / "pets.csv").symlink_to(
+        "../../../blobs/5d41"
+    )
+    plan = plan_manifest(table)
+    assert plan.name == "pets" and plan.num_images == len(FULL)
+
+
+def test_files_next_to_the_tasks_are_named(tmp_path):
+    write(tmp_path / "pets", FULL)
+    raw = {
+        "birds/a/1.cr2": b"raw",
+        "birds/b/1.cr2": b"raw",
+        "cars.tar.gz": b"x",
+        "photo.png": png(),
+    }
+    write(tmp_path, raw | {".trash/1.png": png()})
+    (tmp_path / "fish").mkdir()
+    (plan,) = plan_stream(tmp_path)
+    said = "\n".join(plan.ignored)
+    for note in (
+        "1 image outside of the tasks ignored",
+        "1 file ignored (.gz)",
+        ": .trash",
+        "fish: no images, so it is skipped",
+        "birds/a: 1 file ignored (.cr2)",
+    ):
+        assert note in said
+    assert plan_stream(tmp_path, ["pets"])[0].ignored == ()
+    with pytest.raises(ValueError, match="contains no task.*birds/b: 1 file ignored"):
+        plan_stream(write(tmp_path / "raw", {"birds/b/1.cr2": b"raw", "fish/a/1.cr2": b"raw"}))
 
 
 def test_a_stream_loads_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
@@ -536,9 +592,11 @@ def test_a_real_pack_is_read_with_its_class_names(shared):
 
 def test_a_class_folder_without_files_is_reported(tmp_path):
     folder = write(tmp_path / "pets", FULL)
-    (folder / "train" / "eel").mkdir()
-    with pytest.raises(ValueError, match=r"folders without images: \['train/eel'\]"):
-        load_task(folder, image_size=4)
+    for hidden in ((), ("train/eel/.DS_Store",)):  # which a Mac writes into every folder
+        (folder / "train" / "eel").mkdir(exist_ok=True)
+        write(folder, dict.fromkeys(hidden, b"x"))
+        with pytest.raises(ValueError, match=r"folders without images: \['train/eel'\]"):
+            load_task(folder, image_size=4)
 
 
 def test_a_pipe_among_the_images_is_refused(tmp_path):
@@ -673,13 +731,33 @@ def test_a_name_with_accents_is_one_class_however_they_are_composed(tmp_path):
     listed = files | {"meta.json": json.dumps({"classes": [NFD, "dog"]}).encode()}
     assert plan_task(write_zip(tmp_path / "listed.zip", listed)).classes == (NFD, "dog")
     alone = write_zip(tmp_path / "mac.zip", layout(train={NFD: 5, "dog": 5}))
-    # as spelled, so that memories of earlier versions know their data
-    assert plan_task(alone).classes == ("dog", NFD)
+    assert plan_task(alone).classes == ("dog", NFD)  # as spelled
     files = layout(train={NFC: 3, NFD.upper(): 3, "dog": 3})
     with pytest.raises(
         ValueError, match=r"classes \['MUS.*', 'mus.*'\] differ only in upper and lower case"
     ):
         plan_task(write_zip(tmp_path / "cases.zip", files))
+
+
+def test_a_copy_with_names_in_another_unicode_form_is_the_same_task(tmp_path):
+    """The split, the order of classes and images, and every hash are the same."""
+
+    def files(musee: str) -> dict[str, bytes]:
+        # "musee\u0301" is before "musez", and "mus\u00e9e" after it
+        names = {musee: 0, "musez": 100}
+        return {
+            f"{name}/{musee}{i}.png": png(start + i)
+            for name, start in names.items()
+            for i in range(20)
+        }
+
+    plans, prints = [], []
+    for form, name in (("nfc", NFC), ("nfd", NFD)):
+        place = write(tmp_path / form / "pets", files(name))
+        plans.append(plan_task(place))
+        prints.append(fingerprint(load_task(place, image_size=4)))
+    assert plans[0].split_sha256 == plans[1].split_sha256 and prints[0] == prints[1]
+    assert plans[0].classes == ("musez", NFC) and plans[1].classes == ("musez", NFD)
 
 
 def test_names_of_tasks_are_compared_in_composed_form(tmp_path):

@@ -73,7 +73,7 @@ def test_splits_of_a_saved_data_set_have_usual_names_too(saved):
     )
     assert plan.counts == {"train": 20, "val": 10, "test": 10} and plan.cut == ()
     plan = plan_hub(saved(train=table(range(20)), extra=table(range(20, 30))))
-    assert plan.cut == ("val", "test")
+    assert plan.cut == ("val", "test") and plan.ignored[0].endswith("pets: splits ignored: extra")
     with pytest.raises(
         ValueError, match=r"more than one name for the split val: \['val', 'validation'\]; merge"
     ):

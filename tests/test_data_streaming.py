@@ -73,6 +73,15 @@ def test_a_image_that_breaks_later_is_named(tmp_path, workers):
         list(stream.follow(ORDER))
 
 
+def test_a_broken_image_is_named_before_anything_is_streamed(tmp_path):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    broken = [part.files.key(0) for part in (plan.train, plan.test)]
+    for key in broken:
+        (tmp_path / "pets" / key).write_bytes(b"broken")
+    with pytest.raises(ValueError, match=f"2 image.*{broken[0]}.*{broken[1]}"):
+        make_cache(plan, None, "stream")
+
+
 def test_streams_have_fingerprints_that_tell_other_files_apart(tmp_path):
     plans = [plan_task(pictures(tmp_path / name / "pets")) for name in ("a", "b")]
     prints = [fingerprint(make_cache(plan, None, "stream")) for plan in (*plans, plans[0])]

@@ -274,6 +274,14 @@ def test_other_encodings_are_refused_with_their_line(tmp_path):
         plan_manifest(file)
 
 
+def test_a_file_whose_name_has_another_unicode_form_is_named(tmp_path):
+    photos(tmp_path)
+    (tmp_path / "cat" / "0.png").rename(tmp_path / "cat" / "e\u0301.png")
+    file = table(tmp_path / "pets.csv", "path,label", "cat/\u00e9.png,cat", *rows()[1:])
+    (broken,) = verify(plan_manifest(file)).broken
+    assert r"no such file, but 'e\u0301.png' instead of '\xe9.png'; rename one" in broken
+
+
 @pytest.mark.parametrize("keep", ["memory", "cache"])
 def test_files_that_are_not_there_are_broken_images_unless_all_are(tmp_path, keep):
     photos(tmp_path, num=19)

@@ -98,13 +98,15 @@ def test_only_the_named_tasks_are_looked_at_and_in_their_order(two):
         plan_stream_file(two, ["car"])
 
 
-def test_the_seed_of_the_file_overrides_the_argument(two):
+def test_the_seed_of_the_file_is_used_and_another_one_refused(two):
     def hashes(text: str, seed: int) -> list[str]:
         return [plan.split_sha256 for plan in plan_stream_file(write(two, text), seed=seed)[1]]
 
     seeds = [hashes(TWO, seed) for seed in range(3)]
     assert len({tuple(result) for result in seeds}) > 1
-    assert all(hashes(f"seed = {seed}\n{TWO}", 9) == seeds[seed] for seed in range(3))
+    assert all(hashes(f"seed = {seed}\n{TWO}", 0) == seeds[seed] for seed in range(3))
+    with pytest.raises(ValueError, match="sets seed to 2, and --split-seed is 9; leave out one"):
+        hashes(f"seed = 2\n{TWO}", 9)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,11 @@ def test_the_seed_of_the_file_overrides_the_argument(two):
             "unknown key 'colour'; expected one of class_order, .*, name, seed, task",
         ),
         ("seed = true\n" + TWO, "seed must be an integer of at most 64 bits"),
-        ('name = ""\n[[task]]\npath = "a"', "name must be text without NUL, got str"),
-        ("[[task]]\npath = 3", "task 1: path must be text without NUL, got int"),
+        (
+            'name = ""\n[[task]]\npath = "a"',
+            "name must be a text that is not empty, without NUL, got ''",
+        ),
+        ("[[task]]\npath = 3", "task 1: path must be a text that is not empty, without NUL, got int"),
         (
             '[[task]]\nname = "a"',
             "task 1: expected exactly one of path, manifest, tfds, hub, benchmark, got none",
@@ -168,9 +173,9 @@ def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('path = "a\\u0000b"', "path must be text without NUL, got str"),
+        ('path = "a\\u0000b"', "path must be a text that is not empty"),
         ("seed = 0x" + "f" * 6000, "seed must be an integer of at most 64 bits"),
-        ("name = [0x" + "f" * 6000 + "]", "name must be text without NUL, got list"),
+        ("name = [0x" + "f" * 6000 + "]", "name must be a text that is not empty"),
         ("x = " + "[" * 100_000, "not readable as TOML"),
         ("# " + "x" * 2**20, "expected a stream file of at most 1048576"),
     ],

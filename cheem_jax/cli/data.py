@@ -284,7 +284,7 @@ def show_data(settings: Show) -> None:
         files = [output / f"{slug}{end}.png" for slug, end in zip(slugs, numbers, strict=True)]
     if not settings.overwrite and (present := next((f for f in files if f.exists()), None)):
         raise ValueError(f"{shown(present)} exists; choose another --output or add --overwrite")
-    (output if is_folder else output.parent).mkdir(parents=True, exist_ok=True)
+    folder = output if is_folder else output.parent
     if settings.stream is not None:
         rows = []
         for plan in plans:
@@ -300,14 +300,20 @@ def show_data(settings: Show) -> None:
                     examples,
                 )
             )
+        folder.mkdir(parents=True, exist_ok=True)
         stream_figure(rows, output, title=f"{name}: {len(plans)} tasks")
     else:
-        for plan, file in zip(plans, files, strict=True):
+        sheets = []
+        for plan in plans:
             part = plan.splits[settings.split]
             rows = _first_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
             num = f"{len(plan.classes):,} classes · {len(part.labels):,} images"
             title = f"{plan.name} · {settings.split} · {num}"
-            contact_sheet(_decode(part, rows), part.labels[rows], plan.classes, file, title=title)
+            sheets.append((_decode(part, rows), part.labels[rows], plan.classes, title))
+        # nothing is written before all images are decoded
+        folder.mkdir(parents=True, exist_ok=True)
+        for (images, labels, classes, title), file in zip(sheets, files, strict=True):
+            contact_sheet(images, labels, classes, file, title=title)
     Progress().say(f"wrote {shown(output)}")
 
 

@@ -27,7 +27,7 @@ COMPANIONS = frozenset(
 )
 """Suffixes of common files that are not images. The content of such files is not inspected."""
 MAGIC = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]",
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]|P[1-6]\s",
     re.DOTALL,
 )
 """Pattern of the first bytes of image files. It recognises images among files with an unknown
@@ -38,13 +38,14 @@ GET_HEIF = "pip install 'cheem_jax[heic]'"
 ARCHIVES = frozenset(".tar .gz .tgz .bz2 .xz .zst .7z .rar".split())
 MAX_NOTES = 10
 HEAD_BYTES = 16
-MAX_DEPTH = 6  # maximum depth of folders, which ends cycles of links to parent folders
+MAX_DEPTH = 64  # maximum depth of folders
 MAX_FILE_BYTES = 256 * 2**20
 MAX_FILES = 5_000_000  # limit per folder or archive; ImageNet has 1.4 million files
 # A zip that unpacks to more than SMALL_BYTES and to more than MAX_RATIO times its size is refused.
 # Zips of images stay below the ratio, because images are already compressed.
 SMALL_BYTES = 2**30
 MAX_RATIO = 100
+CHANGED = "the zip has changed since its names were read"
 
 
 class Encoded(abc.ABC):
@@ -99,7 +100,9 @@ class FolderFiles(Encoded):
             link = (
                 f" (a link to {os.readlink(self.file(row))})" if self.file(row).is_symlink() else ""
             )
-            raise FileNotFoundError(f"{self.where(row)}: no such file{link}") from None
+            raise FileNotFoundError(
+                f"{self.where(row)}: no such file{link or _other_form(self.file(row))}"
+            ) from None
         if not stat.S_ISREG(mode):
             raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would block
         return self.file(row).open("rb")
@@ -111,6 +114,14 @@ class FolderFiles(Encoded):
                     f"{self.where(row)}: {size} bytes, expected at most {MAX_FILE_BYTES}"
                 )
             return stream.read()
+
+
+def _other_form(file: Path) -> str:
+    """Describe a file whose name differs only in its Unicode form, which looks the same."""
+    for form in ("NFC", "NFD"):
+        if (other := Path(unicodedata.normalize(form, str(file)))).exists():
+            return f", but {ascii(other.name)} instead of {ascii(file.name)}; rename one of them"
+    return ""
 
 
 class ZipFiles(Encoded):
@@ -137,7 +148,8 @@ class ZipFiles(Encoded):
                 # packed bytes could unpack to much more.
                 return stream.read(size + 1)
         except Exception as error:  # zipfile and zlib raise exceptions of many types
-            raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
+            reason = CHANGED if stamp_of([self.path]) != self.stamp else error
+            raise ValueError(f"{self.where(row)} cannot be read: {reason}") from error
 
 
 class Chosen(Encoded):
@@ -161,7 +173,7 @@ def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
     """Open a zip once per process and share it between threads, because the list of its members can
     be large."""
     if stamp_of([path]) != stamp:
-        raise ValueError("the zip has changed since its names were read")
+        raise ValueError(CHANGED)
     return zipfile.ZipFile(path)
 
 
@@ -214,22 +226,19 @@ def list_files(path: Path) -> list[str]:
 
 
 def _list(path: Path) -> tuple[list[str], collections.Counter[str]]:
-    """List the sorted names of all visible files relative to `path`, and count the skipped hidden
-    and system folders, keyed by name."""
-    hidden = collections.Counter[str]()
+    """List the names of all visible files relative to `path`, sorted by their composed Unicode
+    form, and count the skipped folders, keyed by name."""
+    skipped = collections.Counter[str]()
     if path.is_dir():
-        places = walk(path, hidden)
-        return (
-            sorted(
-                f"{folder}{name}"
-                for folder, _, names in places
-                for name in names
-                if not is_hidden(name)
-            ),
-            hidden,
-        )
+        files = [
+            f"{folder}{name}"
+            for folder, _, names in walk(path, skipped)
+            for name in names
+            if not is_hidden(name)
+        ]
+        return by_name(files), skipped
     if path.is_file():
-        return sorted(_list_zip(path, hidden)), hidden
+        return by_name(_list_zip(path, skipped)), skipped
     raise FileNotFoundError(f"{path}: no such folder or zip file")
 
 
@@ -243,12 +252,13 @@ class Listing(NamedTuple):
     ignored: collections.Counter[tuple[str, str]]
     """Numbers of files that are not images, keyed by folder and kind of file (see `kind_of`). The
     folder is "" for files with a suffix in `COMPANIONS` and for files without a folder."""
-    hidden: collections.Counter[str]
-    """Numbers of skipped hidden and system folders, keyed by name."""
+    skipped: collections.Counter[str]
+    """Numbers of skipped folders, keyed by name: hidden ones, those of the system, and links to a
+    folder above."""
 
     def notes(self) -> list[str]:
         """Describe the skipped files and folders: one line per folder and kind of file, and one
-        line for hidden folders."""
+        line for folders."""
         lines = [
             f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]}"
             f" ignored ({kind})"
@@ -256,12 +266,15 @@ class Listing(NamedTuple):
         ]
         if (more := len(lines) - MAX_NOTES) > 0:
             lines[MAX_NOTES:] = [f"{self.path.name}: {more:,} more folders with ignored files"]
-        if self.hidden:
+        if self.skipped:
             names = [
                 f"{name} ({num:,})" if num > 1 else name
-                for name, num in sorted(self.hidden.items())
+                for name, num in sorted(self.skipped.items())
             ]
-            lines.append(f"{self.path.name}: hidden or system folders ignored: {join_first(names)}")
+            lines.append(
+                f"{self.path.name}: folders ignored (hidden, of the system, or links to a folder"
+                f" above): {join_first(names)}"
+            )
         return lines
 
     def message(self) -> str:
@@ -274,8 +287,12 @@ def look_through(path: Path) -> Listing:
 
     The content of a file is read only if the file's suffix is unknown.
     """
-    names, hidden = _list(path)
-    listing = Listing(path, names, [], collections.Counter(), hidden)
+    return classify(path, *_list(path))
+
+
+def classify(path: Path, names: list[str], skipped: collections.Counter[str]) -> Listing:
+    """Determine which of the files `names` in a folder or zip are images."""
+    listing = Listing(path, names, [], collections.Counter(), skipped)
     files = files_of(path, listing.names)
     for row, name in enumerate(listing.names):
         folder, _, file = name.rpartition("/")
@@ -327,11 +344,23 @@ def is_hidden(part: str) -> bool:
     return part.startswith(".") or part.endswith("~") or part.casefold() in SYSTEM_FOLDERS
 
 
+def composed(name: str) -> str:
+    """Normalise a name to composed Unicode for comparisons; macOS stores accents as separate
+    characters."""
+    return unicodedata.normalize("NFC", name)
+
+
+def by_name(names: Iterable[str]) -> list[str]:
+    """Sort names by their composed Unicode form, so that a copy of a folder has the same order."""
+    return sorted(names, key=lambda name: (composed(name), name))
+
+
 def walk(
-    path: Path, hidden: collections.Counter[str] | None = None
+    path: Path, skipped: collections.Counter[str] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield folders with their subfolders and file names, like `os.walk`. Folders are relative to
-    `path` ("" or "folder/"). Hidden folders are skipped, and counted in `hidden`."""
+    `path` ("" or "folder/"). Hidden folders and links to a folder above are skipped, and counted in
+    `skipped`. Raises ValueError if folders are nested too deeply."""
 
     def fail(error: OSError) -> NoReturn:
         raise error  # do not treat an unreadable folder as empty
@@ -339,23 +368,34 @@ def walk(
     num = 0
     for folder, subfolders, names in os.walk(path, followlinks=True, onerror=fail):
         num += len(subfolders) + len(names)
-        # Even a few links to parent folders exceed this limit, because each link multiplies the
-        # number of files.
         if num > MAX_FILES:
             raise ValueError(
-                f"{path}: more than {MAX_FILES} files and folders; are there links to parent"
-                " folders?"
+                f"{path}: more than {MAX_FILES} files and folders; give a folder of fewer files"
             )
         parts = Path(folder).relative_to(path).parts
-        if hidden is not None:
-            hidden.update(filter(is_hidden, subfolders))
-        subfolders[:] = (
-            [name for name in subfolders if not is_hidden(name)] if len(parts) < MAX_DEPTH else []
-        )
+        if len(parts) > MAX_DEPTH:
+            raise ValueError(
+                f"{folder}: folders are nested more than {MAX_DEPTH} deep; move the images up"
+            )
+        unwanted = {
+            name for name in subfolders if is_hidden(name) or _leads_back(Path(folder, name))
+        }
+        if skipped is not None:
+            skipped.update(unwanted)
+        subfolders[:] = [name for name in subfolders if name not in unwanted]
         yield "".join(f"{part}/" for part in parts), subfolders, names
 
 
-def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
+def _leads_back(folder: Path) -> bool:
+    """Return whether a folder is a link to a folder above, in which every file would occur again
+    and again."""
+    if not folder.is_symlink():
+        return False
+    target = folder.stat()
+    return any(os.path.samestat(target, above.stat()) for above in folder.absolute().parents)
+
+
+def _list_zip(path: Path, skipped: collections.Counter[str]) -> set[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -397,7 +437,7 @@ def _list_zip(path: Path, hidden: collections.Counter[str]) -> set[str]:
         if member.filename in files:
             raise ValueError(f"{path}: member {member.filename!r} occurs twice")
         files.add(member.filename)
-    hidden.update(folders[-1] for folders in left_out)
+    skipped.update(folders[-1] for folders in left_out)
     return files
 
 

@@ -7,6 +7,7 @@ A manifest is a CSV or Parquet table of files, with the columns `path`, `label` 
 
 import collections
 import csv
+import dataclasses
 import importlib
 import io
 import itertools
@@ -18,10 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from cheem_jax.core.paths import absolute
 from cheem_jax.data.files import (
     GET_HEIF,
     FolderFiles,
     Listing,
+    by_name,
+    classify,
+    composed,
     files_of,
     import_extra,
     is_dead_link,
@@ -42,7 +47,6 @@ from cheem_jax.data.task import (
     check_names,
     check_splits,
     class_names,
-    composed,
     repeats,
     split_of,
     splits_of,
@@ -79,11 +83,13 @@ def plan_stream(
     """Plan the tasks of a folder: each of its zips and folders is a task. If `path` is itself a
     task, it is the only task of the stream.
 
-    `tasks` selects and orders the tasks. By default, all tasks are used in sorted order, and
-    folders without images are skipped. Raises the errors of `plan_task`, and, unless `tasks` is
-    set, ValueError for folders that look like parts of one task.
+    `tasks` selects and orders the tasks. By default, all tasks are used in sorted order. Folders
+    without images and other files are skipped, and named in `ignored` of the first plan. Raises the
+    errors of `plan_task`, and, unless `tasks` is set, ValueError for folders that look like parts
+    of one task.
     """
     places = _find_tasks(path, purpose)
+    notes = list[str]()
     if tasks is not None:
         tasks = check_names(tasks, sorted(places), f"stream {path}")
         places = {name: places[name] for name in tasks}
@@ -99,9 +105,15 @@ def plan_stream(
             for name, one in listings.items()
             if not (one.images or name in lacks_heif or one.path.is_file())
         }
-        tasks = sorted(places.keys() - empty)
+        tasks = by_name(places.keys() - empty)
         if places != {name_of(path): path}:
             _refuse_parts(path, tasks, listings, purpose)
+            notes += _notes_next_to_tasks(path, places)
+        notes += (
+            note
+            for name in by_name(empty)
+            for note in (f"{name}: no images, so it is skipped", *listings[name].notes())
+        )
     plans = [
         (
             _plan(listings[name], name, seed, purpose)
@@ -111,8 +123,23 @@ def plan_stream(
         for name in tasks
     ]
     if not plans:
-        raise ValueError(f"{path} contains no task; expected zips or folders with {LAYOUT}")
-    return plans
+        more = "".join(f"; {note}" for note in notes)
+        raise ValueError(f"{path} contains no task; expected zips or folders with {LAYOUT}{more}")
+    ignored = (*notes, *plans[0].ignored)
+    return [dataclasses.replace(plans[0], ignored=ignored), *plans[1:]]
+
+
+def _notes_next_to_tasks(path: Path, places: Mapping[str, Path]) -> list[str]:
+    """Describe the files and folders of a stream that belong to none of its tasks."""
+    used = {place.name for place in places.values()}
+    others = [entry for entry in path.iterdir() if entry.name not in used]
+    folders = collections.Counter(entry.name for entry in others if entry.is_dir())
+    files = by_name(entry.name for entry in others if not (entry.is_dir() or is_hidden(entry.name)))
+    listing = classify(path, files, folders)
+    notes = listing.notes()
+    if num := len(listing.images):
+        notes.insert(0, f"{path.name}: {num:,} image{'s'[: num > 1]} outside of the tasks ignored")
+    return notes
 
 
 def _find_tasks(path: Path, purpose: Purpose) -> dict[str, Path]:
@@ -216,8 +243,8 @@ def _has_images(folder: Path) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """Derive the name of a task or stream from its folder or file."""
-    path = Path(os.path.realpath(path))  # `resolve` fails for a link that points to itself
+    """Derive the name of a task or stream from its folder or file; a link has its own name."""
+    path = absolute(path)
     return path.name if path.is_dir() else path.stem
 
 
@@ -237,7 +264,8 @@ def _plan(listing: Listing, task: str, seed: int, purpose: Purpose) -> Plan:
     _refuse_folders_without_image(
         listing, root, (root + next(iter(next(iter(grouped.values()))))).count("/")
     )
-    listed = _class_names(path, f"{root}meta.json", names)
+    metas = [name for name in (f"{root}meta.json", "meta.json") if name in names]
+    listed = _class_names(path, metas[0]) if metas else None
     naming = grouped if purpose == "measure" else {"train": grouped["train"]}
     folders = [folder for folder_of in naming.values() for folder in folder_of.values()]
     classes, label_of = _label_folders(path, folders, listed)
@@ -319,8 +347,8 @@ def _usual(files: Sequence[str]) -> int:
 
 
 def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> None:
-    """Raise ValueError if a folder is empty or contains only files that are not images. The folder
-    might be a class, which would be missing without notice."""
+    """Raise ValueError if a folder is empty, or contains only hidden files or files that are not
+    images. The folder might be a class, which would be missing without notice."""
     folders = {
         name.rpartition("/")[0]
         for name in listing.names
@@ -333,7 +361,7 @@ def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> No
         folders |= {
             at[:-1]
             for at, subfolders, names in walk(listing.path)
-            if at and not subfolders and not names
+            if at and not subfolders and all(map(is_hidden, names))
         }
     if folders:
         raise ValueError(
@@ -346,11 +374,8 @@ def _split_folders(folders: Iterable[str]) -> set[str]:
     return {folder for folder in folders if split_of(folder)}
 
 
-def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | None:
-    """Return the entry `classes` of the JSON file `name`, or None if the file or the entry does not
-    exist."""
-    if name not in files:
-        return None
+def _class_names(path: Path, name: str) -> list[str] | None:
+    """Return the entry `classes` of the JSON file `name`, or None if the entry does not exist."""
     try:
         meta = json.loads(files_of(path, [name]).read(0))
     except (ValueError, RecursionError) as error:
@@ -421,7 +446,8 @@ def plan_manifest(
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
-    root = file.resolve().parent if root is None else root
+    file = absolute(file)
+    root = file.parent if root is None else root
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
@@ -435,12 +461,13 @@ def plan_manifest(
         )
     classes, label_of = _classes(file, rows, purpose)
     check_splits(str(file), {row.split for row in rows}, purpose)
-    rows.sort(key=lambda row: row.path)  # the order of the rows must not affect the run
+    # the order of the rows must not affect the run
+    rows.sort(key=lambda row: (composed(row.path), row.path))
     members: Members = {}
     for row in rows:
         members.setdefault(row.split, {})[row.path] = label_of[row.label]
     return Plan.of(
-        name or file.resolve().stem,
+        name or file.stem,
         classes,
         members,
         lambda keys: FolderFiles(root, keys),

@@ -183,6 +183,14 @@ def _load(
         )
     splits = {}
     if keep == "stream":
+        with phase(plan.name, num) as on_progress:
+
+            def check(part: EncodedSplit) -> None:
+                for piece in decode_in_order(part.files, image_size, range(len(part.files))):
+                    on_progress(len(piece))
+
+            # a broken image must be known before hours of training and not after them
+            _each(parts.values(), check)
         for name, part in parts.items():
             # the hash identifies the pixels without decoding them
             identity = (

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from cheem_jax.core.hub import TIMEOUT, hub_errors
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import OnProgress, opened, to_rgb
-from cheem_jax.data.files import Encoded, FolderFiles, import_extra, stamp_of
+from cheem_jax.data.files import Encoded, FolderFiles, import_extra, join_first, stamp_of
 from cheem_jax.data.task import SPLITS, Members, Plan, Purpose, splits_of
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
@@ -106,6 +106,7 @@ def plan_rows(
     stamp: str,
     seed: int,
     floor: bool = False,
+    ignored: Sequence[str] = (),
     is_benchmark: bool = True,
     purpose: Purpose = "learn",
 ) -> Plan:
@@ -137,9 +138,16 @@ def plan_rows(
         stamp=stamp,
         seed=seed,
         floor=floor,
+        ignored=ignored,
         is_benchmark=is_benchmark,
         purpose=purpose,
     )
+
+
+def _unused(title: str, splits: Iterable[str], used: Collection[str]) -> list[str]:
+    """Return a note on the splits that are neither train nor validation nor test."""
+    others = [split for split in splits if split not in used]
+    return [f"{title}: splits ignored: {join_first(others)}"] if others else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +160,8 @@ class Prepared:
     """Name, config and version, such as `eurosat/rgb/2.0.0`."""
     image: str
     label: str
-    features: tuple[str, ...]
+    texts: tuple[str, ...]
+    """Names of the text features."""
     classes: tuple[str, ...]
     splits: tuple[str, ...]
 
@@ -167,11 +176,11 @@ class Prepared:
 
         `key` selects the identifier of an image: the name of a text feature, `class/FEATURE` for a
         feature that is unique only within a class, or `bytes` or `pixels` for a hash of the image's
-        bytes or pixels. By default, `key` is the first of `NAME_FEATURES` that the data set has,
-        otherwise `bytes`. Every example is read once, and the result is cached in the data set's
-        folder if this folder is writable. Raises ValueError for unlabelled images.
+        bytes or pixels. By default, `key` is the first of `NAME_FEATURES` that is a text feature of
+        the data set, otherwise `bytes`. Every example is read once, and the result is cached in the
+        data set's folder if this folder is writable. Raises ValueError for unlabelled images.
         """
-        key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
+        key = key or next((name for name in NAME_FEATURES if name in self.texts), BY_BYTES)
         rows: list[Row] = []
         for split in splits:
             names, labels = self._keys_and_labels(split, key, on_progress)
@@ -297,6 +306,7 @@ def plan_tfds(
         source=source,
         stamp=stamp,
         seed=seed,
+        ignored=_unused(source, prepared.splits, split_by_name),
         purpose=purpose,
     )
 
@@ -327,6 +337,10 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
         if (num := features[label].num_classes or 0) > MAX_CLASSES:
             raise ValueError(f"{num} classes, expected at most {MAX_CLASSES}")
         classes = tuple(features[label].names)
+        # the data type of a text is that of any Python object
+        texts = [
+            name for name, one in features.items() if (one.np_dtype, one.shape) == (object, ())
+        ]
         kind = builder.info.file_format.value
     # json, protobuf and TFDS raise their own error types for unreadable metadata
     except Exception as error:
@@ -341,9 +355,7 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
             " file_format='array_record'), after moving this folder away"
         )
     splits = tuple(builder.info.splits)
-    return Prepared(
-        directory, builder.info.full_name, image, label, tuple(features), classes, splits
-    )
+    return Prepared(directory, builder.info.full_name, image, label, tuple(texts), classes, splits)
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
@@ -456,6 +468,8 @@ def plan_hub(
     the hub lacks the data set or does not answer, and ValueError for other errors.
     """
     datasets = import_extra("datasets", "hub", "this")
+    if not isinstance(source, Path):
+        source = source.removeprefix(HUB)
     title = f"{'' if isinstance(source, Path) else HUB}{source}"
     datasets.disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # by default it logs every attempt
@@ -484,6 +498,7 @@ def plan_hub(
     split_by_name = splits_of(title, splits)
     if "train" not in split_by_name.values() and not (split_by_name and purpose == "measure"):
         raise ValueError(f"{title} has no train split, only {sorted(splits)}")
+    ignored = _unused(title, splits, split_by_name)
     splits = {split: splits[name] for name, split in split_by_name.items()}
     features = next(splits[split] for split in SPLITS if split in splits).features
     image = _only(features, datasets.Image, "image", f"{title}: ")
@@ -527,6 +542,7 @@ def plan_hub(
         source=title,
         stamp=stamp_of(sorted(files)),
         seed=seed,
+        ignored=ignored,
         is_benchmark=False,
         purpose=purpose,
     )
@@ -563,4 +579,4 @@ def _ask_hub(repository: str) -> None:
 
 def name_in(spec: str) -> str:
     """Derive the name of a task from `OWNER/NAME[:CONFIG]`."""
-    return spec.partition(":")[0].split("/")[-1]
+    return spec.removeprefix(HUB).partition(":")[0].split("/")[-1]

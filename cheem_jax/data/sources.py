@@ -221,8 +221,8 @@ def plan_stream_file(
         benchmark = "food101"      a data set of MTIL, VDD or a protocol, below `data_dir`
 
     The file and each `[[task]]` can also have a `name`. Paths are relative to the file's folder. A
-    `seed` in the file overrides the argument `seed`. `tasks` selects and orders the tasks; other
-    tasks are not read.
+    `seed` in the file replaces the default of the argument `seed`. `tasks` selects and orders the
+    tasks; other tasks are not read.
 
     With `classes_per_task` in the file, the classes of its only `[[task]]` are divided into tasks
     (`ClassSplit`), and `tasks` selects among the resulting tasks. Fields of `class_split` that are
@@ -242,7 +242,7 @@ def plan_stream_file(
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested too deeply
         raise ValueError(f"{file}: not readable as TOML: {error}") from error
     tables = _named_tables(file, content)
-    stream_name = content.get("name", file.resolve().stem)
+    stream_name = content.get("name", file.stem)
     if not content.keys().isdisjoint(CLASS_SPLIT):
         try:
             class_split = _override(ClassSplit.of(content), class_split)
@@ -254,9 +254,13 @@ def plan_stream_file(
     selected = list(tables)
     if tasks is not None and class_split is None:
         selected = check_names(tasks, selected, f"stream {file}")
-    seed = content.get("seed", seed)
+    given = content.get("seed", seed)
+    if seed not in (0, given):
+        raise ValueError(
+            f"{file} sets seed to {given}, and --split-seed is {seed}; leave out one of them"
+        )
     plans = [
-        _plan_table(name, tables[name], file.parent, data_dir, seed, purpose) for name in selected
+        _plan_table(name, tables[name], file.parent, data_dir, given, purpose) for name in selected
     ]
     if class_split is None:
         return stream_name, plans
@@ -320,7 +324,8 @@ def _wrong_keys(
                 + (f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(keys)}")
             )
         elif key in texts and (not isinstance(value, str) or not value.strip() or "\0" in value):
-            errors.append(f"{key} must be text without NUL, got {type(value).__name__}")
+            got = f"{value!r:.40}" if isinstance(value, str) else type(value).__name__
+            errors.append(f"{key} must be a text that is not empty, without NUL, got {got}")
     return errors
 
 

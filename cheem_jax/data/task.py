@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import re
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from cheem_jax.core.images import Images
-from cheem_jax.data.files import Encoded
+from cheem_jax.data.files import Encoded, by_name, composed
 
 Members = dict[str, dict[str, int]]
 """Labels of images, keyed by split and by image key."""
@@ -292,12 +291,15 @@ class Plan:
 
     @functools.cached_property
     def split_sha256(self) -> str:
-        """SHA-256 of the task's name and classes, and of the image keys and labels in each split.
-        Results of two runs are comparable only if both runs have the same hash."""
-        digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
+        """SHA-256 of the task's name and classes, and of the image keys and labels in each split,
+        with all names in composed Unicode form. Results of two runs are comparable only if both
+        runs have the same hash."""
+        names = [composed(self.name), [*map(composed, self.classes)]]
+        digest = hashlib.sha256(json.dumps(names).encode())
         for split, part in self.splits.items():
             lines = sorted(
-                f"{part.files.key(row)}\t{label}" for row, label in enumerate(part.labels.tolist())
+                f"{composed(part.files.key(row))}\t{label}"
+                for row, label in enumerate(part.labels.tolist())
             )
             digest.update("\n".join([f"{split} {len(lines)}", *lines, ""]).encode())
         return digest.hexdigest()
@@ -332,7 +334,8 @@ def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
         if names
         else []
     )
-    texts = {name: json.dumps([name, task.classes, shapes, hashes]) for name in names}
+    classes = [*map(composed, task.classes)]
+    texts = {name: json.dumps([composed(name), classes, shapes, hashes]) for name in names}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
@@ -369,12 +372,6 @@ def splits_of(where: str, names: Iterable[str]) -> dict[str, str]:
     return split_by_name
 
 
-def composed(name: str) -> str:
-    """Normalise a name to composed Unicode for comparisons; macOS stores accents as separate
-    characters."""
-    return unicodedata.normalize("NFC", name)
-
-
 def spelled_as(names: Sequence[str], references: Sequence[str]) -> list[str]:
     """Replace each name by the name in `references` with the same composed Unicode form. Names
     without such a reference are not changed."""
@@ -397,7 +394,7 @@ def class_names(where: str, names: Iterable[str], way_out: str) -> tuple[str, ..
         raise ValueError(
             f"{where}: classes {alike[:8]} differ only in upper and lower case; {way_out}"
         )
-    return tuple(sorted(spellings.values()))
+    return tuple(by_name(spellings.values()))
 
 
 def check_names(names: Sequence[str], references: Sequence[str], where: str) -> list[str]:
@@ -568,8 +565,8 @@ def cut_for_extension(members: Members, seed: int) -> None:
 
 def hashed_order(keys: Sequence[str], seed: int) -> Int[np.ndarray, "N"]:
     """Sort the indices of keys by SHA-256("seed/key"), so that the permutation does not depend on a
-    library's random number generator."""
-    ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
+    library's random number generator. Keys are hashed in composed Unicode form."""
+    ranks = [hashlib.sha256(f"{seed}/{composed(key)}".encode()).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from cheem_jax.cheem.config import auto
 from cheem_jax.cheem.saved_memory import save_memory_task, with_task
 from cheem_jax.continual import evaluate, say_learned
-from cheem_jax.data.task import Task, composed, find_copies, repeats
+from cheem_jax.data.files import composed
+from cheem_jax.data.task import Task, find_copies, repeats
 from cheem_jax.data.task import fingerprint as fingerprint_data
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.compilation import Mark, add_costs

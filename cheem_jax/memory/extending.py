@@ -24,7 +24,8 @@ from cheem_jax.core.routing import (
     unpacked,
     whitening_matrix,
 )
-from cheem_jax.data.task import Split, Task, composed, spelled_as
+from cheem_jax.data.files import composed
+from cheem_jax.data.task import Split, Task, spelled_as
 
 Statistics = Mapping[str, np.ndarray]
 SAMPLES = 20_000
