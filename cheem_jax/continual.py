@@ -1,5 +1,6 @@
 """The loop over a stream: learn a task, save it, and evaluate all tasks learned so far."""
 
+import dataclasses
 import resource
 import sys
 import time
@@ -82,6 +83,9 @@ def run_stream(
     directory = absolute(directory)
     if tensorboard:
         check_installed()
+    if config.measured_on == "validation":
+        tasks = (dataclasses.replace(task, test=task.val) for task in stream.tasks)
+        stream = Stream(stream.name, tuple(tasks))
     inputs = RunInputs(stream, pretrained, router, config)
     run = prepare_run(inputs, progress, base_images=base_images, workshop=workshop)
     with open_session(directory, run.identity, run.conditions, progress, save_every) as session:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -62,6 +62,9 @@ class RunConfig:
     seeds: SeedsConfig = SeedsConfig()
     mesh: MeshConfig = MeshConfig()
     """Devices of the run; a run can resume on other devices."""
+    measured_on: Literal["test", "validation"] = "test"
+    """Split on which accuracies are measured; `validation` is for choosing settings without the
+    test images."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -134,6 +137,7 @@ class RunInputs(NamedTuple):
             "base_data_sha256": base.data_sha256,
             "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
             "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
+            **({} if config.measured_on == "test" else {"measured_on": config.measured_on}),
         }
 
     def settings(self) -> dict[str, Any]:

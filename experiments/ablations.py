@@ -21,6 +21,7 @@ from charts import architecture_sheet, names_in, spread, sweep_picture, write_pa
 from study import Results, Study, Variant, run_all, task_names
 
 from cheem_jax.cheem.config import PRESETS, QUICK_PLUS
+from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.core.atomic import write_atomically
@@ -28,6 +29,7 @@ from cheem_jax.core.settings import KINDS
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
 from cheem_jax.run.progress import Progress
+from cheem_jax.run_config import find_base_means
 
 BOTH = ("exploration.epsilon", "search.epsilon")
 EPSILONS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -52,6 +54,11 @@ def main(settings: Ablations) -> None:
     """Run the missing runs, then write the table of every study."""
     progress = Progress()
     studies = studies_of(settings)
+    if "base_means" in studies and (reason := lacks_base_means(settings, progress)):
+        if settings.only is not None:
+            raise ValueError(reason)
+        progress.say(f"left out: {reason}")
+        del studies["base_means"]
     variants = {variant.name: variant for study in studies.values() for variant in study}
     results = run_all(
         settings,
@@ -66,6 +73,21 @@ def main(settings: Ablations) -> None:
     progress.say(
         f"tables: {settings.run_dir / 'ablations.md'}   numbers:"
         f" {settings.run_dir / 'ablations.json'}"
+    )
+
+
+def lacks_base_means(settings: Ablations, progress: Progress) -> str:
+    """Return the reason why measured base means are unknown; an empty text if they are known."""
+    if settings.base_data is not None:
+        return ""
+    weights = cheem_run.load_weights(settings)
+    config = PRESETS[settings.chosen_preset]
+    means = find_base_means(weights, config, "float32", images=None, progress=progress)
+    if means.values is not None:
+        return ""
+    return (
+        "the study base_means needs --base-data, because the weights have no base means at"
+        f" {weights.config.image_size} pixels"
     )
 
 

@@ -75,6 +75,31 @@ def names_in(option: str, text: str, expected: Iterable[str]) -> list[str]:
     return names
 
 
+def read_numbers(file: Path, script: str, fields: Sequence[str]) -> Any:
+    """Read a JSON file with an object, or a list of objects, that contain these fields. Raises
+    ValueError with the name of the `script` that writes such a file."""
+    try:
+        content = json.loads(file.read_text())
+        rows = content if isinstance(content, list) else [content]
+        if missing := [field for field in fields for row in rows if field not in row]:
+            raise ValueError(f"it lacks {missing[0]!r}")
+        return content
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or repr(error)
+        raise ValueError(
+            f"{file} cannot be read ({reason}); expected the {file.name} that {script} writes"
+        ) from error
+
+
+TRIED = ("title", "values", "accuracies", "at_the_end")
+"""Further fields of a chosen setting, of which tables are made."""
+
+
+def read_chosen(file: Path, more: Sequence[str] = TRIED) -> list[dict[str, Any]]:
+    """Read the settings that `compare.py --choose` chose, with the fields `more`."""
+    return read_numbers(file, "compare.py --choose", ("method", "setting", "chosen", *more))
+
+
 def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = None) -> None:
     """Write a page as `.md`, its numbers as `.json` and its table as `.csv`; `place` is their path
     without a suffix."""

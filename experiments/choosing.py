@@ -9,12 +9,11 @@ many epochs as both phases of CHEEM together, or half of them for a choice, and 
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import write_page
+from charts import read_chosen, write_page
 from study import Study, Variant, changed, run_all
 
 from cheem_jax.baselines.catalogue import make_preset
@@ -97,7 +96,9 @@ def choose(
     """Return the variants with the settings that win on `tasks`, names that are separated by
     commas.
 
-    `chosen.md` and `chosen.json` record every try. Earlier tries are not repeated.
+    `chosen.md` and `chosen.json` record every try, also of methods that were chosen for earlier.
+    Earlier tries are not repeated. Raises ValueError if the earlier settings were chosen on other
+    tasks.
     """
     for variant in variants:
         if variant.settings_of:
@@ -106,7 +107,15 @@ def choose(
                 f" {variant.settings_of}; choose those first, then give --choose their chosen.json"
             )
     trials = dataclasses.replace(study, seeds="0", run_dir=study.run_dir / "choice")
-    rows: list[dict[str, Any]] = []
+    names = [name.strip() for name in tasks.split(",")]
+    rows = dict[tuple[str, str], dict[str, Any]]()
+    if (file := study.run_dir / "chosen.json").exists():
+        rows = {(row["method"], row["setting"]): row for row in read_chosen(file)}
+        if others := [row["tasks"] for row in rows.values() if row.get("tasks", names) != names]:
+            raise ValueError(
+                f"--choose is {tasks}, but the settings in {file} were chosen on"
+                f" {','.join(others[0])}; choose another --run-dir"
+            )
     chosen = []
     for variant in variants:
         config = {**budget(variant.method, study.chosen_preset), **variant.config}
@@ -128,18 +137,18 @@ def choose(
             tried = climb(accuracy, len(values))
             best = max(tried, key=lambda number: (tried[number], -number))
             config |= change(variant.method, setting, values[best])
-            rows.append(
-                {
-                    "method": variant.name,
-                    "title": variant.title,
-                    "setting": setting,
-                    "values": list(values),
-                    "accuracies": [tried.get(number) for number in range(len(values))],
-                    "chosen": values[best],
-                    "at_the_end": best in (0, len(values) - 1),
-                }
-            )
-            write_page(study.run_dir / "chosen", _page(tasks, rows), rows)
+            rows[variant.name, setting] = {
+                "method": variant.name,
+                "title": variant.title,
+                "tasks": names,
+                "setting": setting,
+                "values": list(values),
+                "accuracies": [tried.get(number) for number in range(len(values))],
+                "chosen": values[best],
+                "at_the_end": best in (0, len(values) - 1),
+            }
+            every = list(rows.values())
+            write_page(study.run_dir / "chosen", _page(names, every), every)
         chosen.append(variant._replace(config=config))
     return chosen
 
@@ -166,14 +175,7 @@ def _candidates(
 
 def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[Variant]:
     """Return the variants with the settings of an earlier choice, read from its `chosen.json`."""
-    try:
-        rows = json.loads(file.read_text())
-        values = {(row["method"], row["setting"]): row["chosen"] for row in rows}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = getattr(error, "strerror", None) or repr(error)
-        raise ValueError(
-            f"--choose is {file}; expected the chosen.json of an earlier choice ({reason})"
-        ) from error
+    values = {(row["method"], row["setting"]): row["chosen"] for row in read_chosen(file, ())}
     chosen = []
     for variant in variants:
         owner = variant.settings_of or variant.name
@@ -221,7 +223,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _page(tasks: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def _page(tasks: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in rows:
         tries = (
@@ -232,4 +234,4 @@ def _page(tasks: str, rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append((row["title"], row["setting"], ", ".join(tries), chosen))
     columns = ("method", "setting", "accuracy % on validation images", "chosen")
     table = Grid("", columns, tuple(lines), 2).to_markdown()
-    return f"# Settings chosen on {tasks.replace(',', ', ')}\n\n{table}\n"
+    return f"# Settings chosen on {', '.join(tasks)}\n\n{table}\n"

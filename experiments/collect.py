@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from charts import check_folder
-from studies.paper.collected import Correct, check_correct, pack
+from studies.paper.collected import Correct, check_correct, pack, read_tested
 
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
@@ -26,7 +26,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import ClassSplit, select
-from cheem_jax.report.finished import RunRecord, read
+from cheem_jax.report.finished import RunRecord
 from cheem_jax.run import fingerprint, record
 from cheem_jax.run.progress import Progress
 
@@ -51,7 +51,7 @@ def main(settings: Collect) -> int:
     places = set[Path]()
     check_folder("--to", settings.to)
     for folder in settings.runs:
-        runs, left_out = read([folder])
+        runs, left_out = read_tested([folder])
         for directory, why in left_out:
             progress.say(f"left out {directory}: {why}")
         for run in runs:

@@ -65,6 +65,7 @@ def main(settings: Compare) -> None:
     """Run the missing runs, then print and save the table."""
     progress = Progress()
     variants = variants_of(settings)
+    check_router(settings, variants)
     if settings.choose is not None and settings.choose.endswith(".json"):
         variants = chosen_before(Path(settings.choose), variants, settings.chosen_preset)
     elif settings.choose is not None:
@@ -79,6 +80,21 @@ def main(settings: Compare) -> None:
         f"table: {place}.md   numbers: {place}.json   times:"
         f" {settings.run_dir / 'training_time.md'}"
     )
+
+
+def check_router(settings: Compare, variants: Sequence[Variant]) -> None:
+    """Raise ValueError for options of a router that no method uses."""
+    routers = {variant.run["router"] for variant in variants if "router" in variant.run}
+    if not routers and settings.router != Compare.router:
+        raise ValueError(
+            f"--router is for {' and '.join(NEED_A_ROUTER)}, and --methods names none of them;"
+            " leave it out"
+        )
+    if settings.router_weights is not None and not any(
+        variant.run.get("router_weights") for variant in variants
+    ):
+        needed = "a method that needs a router" if not routers else "a single router, or alexnet"
+        raise ValueError(f"--router-weights are used with {needed}; leave them out")
 
 
 def variants_of(settings: Compare) -> list[Variant]:
@@ -178,6 +194,8 @@ def write(directory: Path, results: Results, titles: Mapping[str, str] = METHODS
     if len(devices) == 1:
         times = times_grid(results, phases, titles)
         text = f"{times.title}\n\n{times.to_markdown()}"
+    else:
+        (directory / "training_time.csv").unlink(missing_ok=True)
     write_page(directory / "training_time", f"# {text}\n", phases, times)
     return grid
 

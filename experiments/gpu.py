@@ -48,6 +48,8 @@ from cheem_jax.engine import choice
 from cheem_jax.engine.choice import EngineConfig, make_executor
 
 PARTS = ("smoke", "speed", "runs")
+CHECK = "check"
+"""First argument of the process of the part `smoke`, followed by its folder."""
 HERE = Path(__file__).parent
 LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
 """Largest accepted difference of a loss from the CPU's loss in float32, divided by the largest
@@ -193,7 +195,7 @@ def commands(settings: Gpu, names: Sequence[str]) -> Iterator[Part]:
     small = settings.miniature
     out = settings.out
     if "smoke" in names:
-        yield Part("smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"])
+        yield Part("smoke", [f"{HERE}/gpu.py", CHECK, f"{out}"])
     if "speed" in names:
         options = ["--miniature"] if small else []
         if settings.seconds <= SPEED + 2 * GRACE:
@@ -331,8 +333,8 @@ def pack(out: Path) -> Path:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:3] == ["--only", "check"]:  # this is the separate process of the part `smoke`
-        check(Path(sys.argv[4]))
+    if sys.argv[1:2] == [CHECK]:  # this is the separate process of the part `smoke`
+        check(Path(sys.argv[2]))
     else:
         parsed = parse(Gpu, description=__doc__)
         run_command(main, parsed, parsed.out)

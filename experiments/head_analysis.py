@@ -17,6 +17,7 @@ import numpy as np
 from charts import check_folder, filled, mean_std, spread, write_page
 from studies.heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
 from studies.heads.theory import match_probability
+from studies.paper.collected import read_tested
 from studies.paper.printed import Cell, printed
 
 from cheem_jax.cheem.config import PRESETS
@@ -29,7 +30,6 @@ from cheem_jax.report.finished import (
     describe_variant,
     measurements,
     order_names,
-    read,
 )
 from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
@@ -108,7 +108,7 @@ def write(out: Path, measured: Sequence[Measured], left_out: Sequence[tuple[Path
 
 def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
     """Return the runs of the table, and the excluded runs with the reason."""
-    runs, left_out = read(folders)
+    runs, left_out = read_tested(folders)
     orders = order_names(runs)
     usual = []
     for run in runs:

@@ -9,23 +9,24 @@ from pathlib import Path
 
 from cheem_jax.core.atomic import write_atomically
 
+BEGIN = "<!-- table "
 END = "<!-- end -->"
 
 
 def begin(name: str) -> str:
     """Return the marker before a table."""
-    return f"<!-- table {name} -->"
+    return f"{BEGIN}{name} -->"
 
 
 def fill(text: str, tables: Mapping[str, str]) -> str:
     """Replace the tables of a page, which are keyed by name; append a table whose marker is
-    missing."""
+    missing. Raises ValueError if a table has no end, because the text after it would be lost."""
     for name, table in tables.items():
         if begin(name) not in text:
             text += f"\n## {name.capitalize()}\n\n{begin(name)}\n{END}\n"
         before, _, rest = text.partition(begin(name))
-        _, marker, after = rest.partition(END)
-        if not marker:
+        inside, marker, after = rest.partition(END)
+        if not marker or BEGIN in inside:
             raise ValueError(f"the page has {begin(name)!r} without {END!r} after it; add one")
         text = f"{before}{begin(name)}\n\n{table.strip()}\n\n{END}{after}"
     return text

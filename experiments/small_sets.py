@@ -112,15 +112,19 @@ def main(settings: SmallSets) -> None:
     }
     command = ["experiments/small_sets.py", *arguments_of(settings)]
     directory = settings.run_dir
+    fitting = [(task, num) for num in numbers for task in loaded.stream.tasks if fits(task, num)]
+    if not fitting:
+        sizes = ", ".join(
+            f"{task.name} {len(task.train.labels):,} of {len(task.classes)} classes"
+            for task in loaded.stream.tasks
+        )
+        raise ValueError(
+            f"--numbers is {settings.numbers!r}, and no task has as many training images, two of"
+            f" each class or more; the tasks have {sizes}"
+        )
     with recorded(directory, identity, command, progress) as session:
         for seed in seeds:
-            shares = [
-                share(task, num, seed)
-                for num in numbers
-                for task in loaded.stream.tasks
-                if fits(task, num)
-            ]
-            for task in shares:
+            for task in [share(task, num, seed) for task, num in fitting]:
                 for variant in variants:
                     place = {
                         "task": task.name,
@@ -133,7 +137,7 @@ def main(settings: SmallSets) -> None:
                     if not any(place.items() <= entry.items() for entry in read(directory)):
                         result = learn(settings, backbone, task, variant, seed, progress)
                         session.record.write("unit", **place, **result)
-    units = [entry for entry in read(directory) if entry["event"] == "unit"]
+    units = latest([entry for entry in read(directory) if entry["event"] == "unit"])
     grid = grid_of(units)
     write_page(
         directory / "small_sets", grid.to_markdown() + "\n", {**identity, "units": units}, grid
@@ -216,9 +220,30 @@ def share(task: Task, number: int, seed: int) -> Task:
     )
 
 
+def latest(units: Sequence[Entry]) -> list[Entry]:
+    """Return the units without those of earlier images or settings, which a later unit has
+    replaced."""
+    last = {}
+    for unit in units:
+        last[unit["task"], unit["num_train"], unit["variant"], unit["seed"]] = unit
+    images = {
+        (unit["task"], unit["num_train"], unit["seed"]): unit["data_sha256"] for unit in units
+    }
+    settings = {
+        (unit["task"], unit["num_train"], unit["variant"]): unit["settings"] for unit in units
+    }
+    return [
+        unit
+        for (task, num, variant, seed), unit in last.items()
+        if unit["data_sha256"] == images[task, num, seed]
+        and unit["settings"] == settings[task, num, variant]
+    ]
+
+
 def grid_of(units: Sequence[Entry]) -> Grid:
     """Make the table of test accuracies, with one row per task and number of images, sorted by this
-    number, and a column for each variant that was measured. Seeds are averaged."""
+    number, and a column for each variant that was measured: means over the seeds that all variants
+    of a row have."""
     groups: dict[tuple[int, str], dict[str, list[Entry]]] = {}
     for unit in units:
         variants = groups.setdefault((unit["num_train"], unit["task"]), {})
@@ -228,11 +253,18 @@ def grid_of(units: Sequence[Entry]) -> Grid:
         "set": [task for _, task in places],
         "images": [f"{num:,}" for num, _ in places],
     }
+    common = {
+        place: set.intersection(*({unit["seed"] for unit in one} for one in group.values()))
+        for place, group in groups.items()
+    }
     measured = {unit["variant"] for unit in units}
     for name, title in TITLES.items():
         if name not in measured:
             continue
-        units_of = [groups[place].get(name, []) for place in places]
+        units_of = [
+            [unit for unit in groups[place].get(name, []) if unit["seed"] in common[place]]
+            for place in places
+        ]
         columns[f"{title} %"] = [
             percent(float(np.mean([unit["test_accuracy"] for unit in one])) if one else None)
             for one in units_of

@@ -23,6 +23,7 @@ from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.streams import find_stream
 from cheem_jax.data.task import ClassSplit
+from cheem_jax.report.finished import check_inputs, read
 from cheem_jax.run import fingerprint
 from cheem_jax.run.directory import check_settings
 from cheem_jax.run.progress import Progress
@@ -55,7 +56,8 @@ class Study(cheem_run.Common):
 
     @property
     def chosen_seeds(self) -> list[int]:
-        return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset in cheem_run.FULL else "0"))
+        usual = "0,1,2" if self.chosen_preset in cheem_run.FULL else "0"
+        return seeds_of(usual if self.seeds is None else self.seeds)
 
 
 @contextlib.contextmanager
@@ -137,9 +139,10 @@ def run_all(
     check_folder("--run-dir", study.run_dir)
     for _, one in settings:  # check before other runs take hours
         check_settings(one.run_dir, expected_config(one))
+    check_finished([one.run_dir for _, one in settings])
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
-    results = Results()
+    finished = {one.run_dir: results_of(one.run_dir) for _, one in settings}
     workshop = dict[Any, FrozenNetworks]()
     load = loader(study, progress)
     for _, one in settings:
@@ -148,10 +151,28 @@ def run_all(
     for number, (variant, one) in enumerate(settings, 1):
         progress.say(f"{variant.title}, seed {one.seed}: run {number} of {len(settings)}")
         config = cheem_run.make_run_config(one)
-        result = cheem_run.run_seed(one, config, load(one), progress, workshop)
-        results.setdefault(variant.name, []).append(result)
-        after_each(results)
+        finished[one.run_dir] = cheem_run.run_seed(one, config, load(one), progress, workshop)
+        after_each(by_variant(settings, finished))
+    return by_variant(settings, finished)
+
+
+def by_variant(
+    settings: Sequence[tuple[Variant, cheem_run.RunSettings]],
+    finished: Mapping[Path, dict[str, Any] | None],
+) -> Results:
+    """Return the results of the finished runs, in the order of `settings`. `finished` contains the
+    results keyed by run directory."""
+    results = Results()
+    for variant, one in settings:
+        if (result := finished[one.run_dir]) is not None:
+            results.setdefault(variant.name, []).append(result)
     return results
+
+
+def check_finished(directories: Sequence[Path]) -> None:
+    """Raise ValueError if finished runs of a study differ in data, weights or preset."""
+    runs, _ = read([directory for directory in directories if directory.is_dir()], below=False)
+    check_inputs(runs)
 
 
 def run_as_jobs(
@@ -163,12 +184,17 @@ def run_as_jobs(
     """Run every run as a separate job with the arguments of `mtil.py`."""
     for one in {_source(one): one for _, one in settings}.values():
         find_stream(one)
+    # a job compares its folder with its data; of a finished run, no job compares anything
+    names = task_names(study.stream, study.tasks, study.data_dir, study.class_split)
+    for _, one in settings:
+        tasks = one.task_names or (names if one.order == "default" else None)
+        check_settings(one.run_dir, {} if tasks is None else {"tasks": tasks})
 
     def report() -> Results:
-        results = Results()
-        for variant, one in settings:
-            if (result := results_of(one.run_dir)) is not None:
-                results.setdefault(variant.name, []).append(result)
+        check_finished([one.run_dir for _, one in settings])
+        results = by_variant(
+            settings, {one.run_dir: results_of(one.run_dir) for _, one in settings}
+        )
         after_each(results)
         return results
 
@@ -192,7 +218,10 @@ def expected_config(settings: cheem_run.RunSettings) -> dict[str, Any]:
         "seed": config.seed,
         "seeds": dataclasses.asdict(config.seeds),
         "engine": dataclasses.asdict(config.engine),
+        "backbone": cheem_run.backbone_of(settings),
     }
+    if settings.image_size is not None:
+        expected["image_size"] = settings.image_size
     return expected | ({} if settings.tasks is None else {"tasks": settings.task_names})
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 from charts import check_folder, filled, names_in
+from studies.paper.collected import read_tested
 from studies.paper.printed import (
     NOTES,
     Cell,
@@ -38,7 +39,6 @@ from cheem_jax.report.finished import (
     describe_variant,
     measurements,
     order_names,
-    read,
 )
 from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
@@ -50,16 +50,27 @@ class Tables:
 
     runs: tuple[Path, ...] = ()
     """Folders that contain runs, at any depth."""
-    out: Path = Path("runs/tables")
-    """Folder of the tables in Markdown, CSV and LaTeX."""
+    out: Path | None = None
+    """Folder of the tables in Markdown, CSV and LaTeX; default: runs/tables."""
     only: str | None = None
     """Names of tables, separated by commas; default: all."""
     results: Path | None = None
     """Folder with collected runs; their tables are written into `--page`. The `chosen.json` of
     `compare.py --choose` and the `routers.json` of `router_study.py` can be next to it."""
-    page: Path = Path("docs/results.md")
-    """Page of results. The tables between its markers are replaced, and its figure is written into
-    the folder of the same name. A missing page is created with only the tables."""
+    page: Path | None = None
+    """Page of results; default: docs/results.md. The tables between its markers are replaced, and
+    its figure is written into the folder of the same name. A missing page is created with only the
+    tables."""
+
+    def __post_init__(self) -> None:
+        ignored = ("page",) if self.results is None else ("runs", "only", "out")
+        if given := [f"--{name}" for name in ignored if getattr(self, name)]:
+            raise ValueError(
+                f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect"
+                f" {'without' if self.results is None else 'with'} --results; leave it out"
+            )
+        if self.page is not None and self.page.suffix != ".md":
+            raise ValueError(f"--page is {self.page}; expected a file that ends in .md")
 
 
 class Layout(NamedTuple):
@@ -162,17 +173,14 @@ def main(settings: Tables) -> None:
     """Write every table and one page with all tables, or the tables of a page of results."""
     progress = Progress()
     if settings.results is not None:
-        if settings.runs or settings.only:
-            raise ValueError(
-                "--results writes the page of results and no other table; leave out --runs and"
-                " --only"
-            )
-        progress.say(f"{write_results(settings.results, settings.page)} runs: {settings.page}")
+        page = settings.page or Path("docs/results.md")
+        progress.say(f"{write_results(settings.results, page)} runs: {page}")
         return
+    out = settings.out or Path("runs/tables")
     asked = LAYOUTS if settings.only is None else names_in("--only", settings.only, LAYOUTS)
     names = [name for name in LAYOUTS if name in asked]
-    check_folder("--out", settings.out)
-    runs, left_out = read(settings.runs)
+    check_folder("--out", out)
+    runs, left_out = read_tested(settings.runs)
     if settings.runs and not runs:
         reasons = "".join(f"; left out {directory}: {reason}" for directory, reason in left_out)
         raise ValueError(
@@ -182,25 +190,25 @@ def main(settings: Tables) -> None:
         )
     ours, unused = measure(runs)
     left_out += unused
-    settings.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     pages = []
     for name in names:
         grids = grids_of(name, ours[name])
         page = [f"## {LAYOUTS[name].title}"]
         for index, grid in enumerate(grids):
             stem = name if len(grids) == 1 else f"{name}-{index + 1}"
-            write_atomically(settings.out / f"{stem}.csv", grid.to_csv())
-            write_atomically(settings.out / f"{stem}.tex", latex_of(grid))
+            write_atomically(out / f"{stem}.csv", grid.to_csv())
+            write_atomically(out / f"{stem}.tex", latex_of(grid))
             page.append(f"{grid.title}\n\n{grid.to_markdown()}")
         page += [NOTES[name]] if name in NOTES else []
         pages.append("\n\n".join(page))
     if left_out:
         lines = [f"- {directory}: {why}" for directory, why in left_out]
         pages.append("\n".join(["## Left out\n", *lines]))
-    write_atomically(settings.out / "tables.md", HEAD + "\n\n".join(pages) + "\n")
+    write_atomically(out / "tables.md", HEAD + "\n\n".join(pages) + "\n")
     for directory, why in left_out:
         progress.say(f"left out {directory}: {why}")
-    progress.say(f"{len(names)} tables from {len(runs)} runs: {settings.out / 'tables.md'}")
+    progress.say(f"{len(names)} tables from {len(runs)} runs: {out / 'tables.md'}")
 
 
 def measure(

@@ -3,12 +3,14 @@ repeated."""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import choosing
 import compare
 import numpy as np
 import pytest
 import study
+import tables
 from PIL import Image
 
 from cheem_jax.baselines.catalogue import NAMES, make_preset
@@ -112,6 +114,14 @@ def test_settings_are_chosen_on_validation_images_and_not_on_test_images(
     assert 2 * tried["diki"]["fit"]["epochs"] == config["diki"]["fit"]["epochs"]
     shown = (settings.run_dir / "chosen.md").read_text()
     assert "Settings chosen on warm, cold" in shown and "(an end)" in shown
+    # tables of the folder leave the tries out, and a choice for another method keeps these settings
+    tables.main(tables.Tables(runs=(settings.run_dir,), out=settings.run_dir / "tables"))
+    page = (settings.run_dir / "tables" / "tables.md").read_text()
+    assert "diki-rate-0/seed-0: measured on validation images" in page
+    compare.main(dataclasses.replace(settings, methods="frozen_linear"))
+    assert json.loads((settings.run_dir / "chosen.json").read_text()) == rows
+    with pytest.raises(ValueError, match="were chosen on warm,cold; choose another --run-dir"):
+        compare.main(dataclasses.replace(settings, choose="warm"))
 
     # different test images do not change the choice, and earlier tries are not repeated
     stream = streams.demo_stream(image_size=32)
@@ -191,8 +201,8 @@ def test_references_of_the_search_keep_their_rank_and_op_when_rates_are_chosen(t
         (None, "No such file"),
         ("{", "JSONDecodeError"),
         ("[3]", "TypeError"),
-        ('{"a": 1}', "TypeError"),
-        ("[{}]", "KeyError"),
+        ('{"a": 1}', "it lacks 'method'"),
+        ("[{}]", "it lacks 'method'"),
         ("[]", "has no rate of diki; name tasks instead"),
         (json.dumps(CHOSEN[:1]), "has no layers of diki"),
     ],
@@ -254,6 +264,9 @@ def test_wrong_names_and_seeds_are_refused_before_any_run(settings, capsys):
         ({"methods": "l2q"}, "unknown method 'l2q'; most similar: l2p"),
         ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
         ({"seeds": "1,1"}, "--seeds is '1,1'"),
+        ({"seeds": ""}, "--seeds is ''"),
+        ({"router": "deit_tiny"}, "--router is for cheem_lite and moe_adapters, and --methods"),
+        ({"router_weights": Path("a.npz")}, "--router-weights are used with a method that needs"),
         ({"tasks": "warm,colt"}, "stream 'demo' has no task 'colt'; did you mean cold"),
         ({"order": "paper_a"}, "--order paper_a is an order of mtil"),
         ({"backbone": "vit_huge_27"}, "vit_huge_27"),

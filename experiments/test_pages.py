@@ -313,5 +313,6 @@ def test_only_the_text_between_the_markers_changes(tmp_path):
     text = page.read_text()
     assert text.startswith("Before.\n") and text.endswith("\nAfter.\n")
     assert "old" not in text and dict(TABLE.findall(text)) == {"sizes": "| b |"}
-    with pytest.raises(ValueError, match="add one"):
-        fill(begin("sizes"), {"sizes": "| b |"})
+    for page in (begin("sizes"), f"{begin('sizes')}\nA conclusion.\n{text}"):
+        with pytest.raises(ValueError, match="add one"):
+            fill(page, {"sizes": "| b |"})

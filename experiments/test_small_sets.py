@@ -49,6 +49,24 @@ def test_both_searches_pass_over_the_images_about_equally_often():
     assert small_sets.VARIANTS["half"](60).finetune.epochs == 64
 
 
+def test_only_units_of_the_latest_images_and_settings_are_averaged():
+    def unit(accuracy: float, variant="auto", seed=0, images="new", **more) -> dict:
+        place = {"task": "pets", "num_train": 60, "variant": variant, "seed": seed}
+        return {**place, "data_sha256": images, "settings": {}, "test_accuracy": accuracy, **more}
+
+    units = [unit(1.0, images="old"), unit(0.9, settings={"rate": 1}), unit(0.5), unit(0.7, seed=1)]
+    assert small_sets.latest(units) == units[2:]
+    # a variant with fewer seeds is compared on these
+    assert small_sets.grid_of([*units[2:], unit(0.4, "plain")]).rows[0][2:] == ("40.0", "50.0")
+
+
+def test_numbers_that_fit_no_task_are_refused(tmp_path):
+    settings = small_sets.SmallSets(tasks="shapes", numbers="100000", run_dir=tmp_path / "study")
+    with pytest.raises(ValueError, match="--numbers is '100000', and no task .*shapes"):
+        small_sets.main(settings)
+    assert not settings.run_dir.exists()
+
+
 @pytest.mark.full
 def test_units_are_learned_once_and_averaged_over_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr("cheem_jax.cheem.config.FEWEST_AUTO_EPOCHS", 2)

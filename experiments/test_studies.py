@@ -166,6 +166,11 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
         ),
         (ablations, ["--order", "paper_a"], "the study `orders` sets the order"),
         (ablations, ["--tasks", "digits"], "orders need at least two"),
+        (
+            ablations,
+            ["--only", "base_means", "--image-size", "16", "--backbone", "vit_nano"],
+            "the study base_means needs --base-data, because the weights have no base means at 16",
+        ),
         (compare, ["--methods", "chem"], "unknown method 'chem'"),
         pytest.param(
             compare,
@@ -254,6 +259,9 @@ def test_training_time_excludes_evaluation_and_has_a_deviation_over_runs(tmp_pat
 def test_times_of_different_devices_are_not_compared(tmp_path):
     results = {"cheem": [results_of()], "l2p": [results_of("l2p", engine={"device": "gpu: H200"})]}
     compare.write(tmp_path, results)
+    (tmp_path / "training_time.csv").write_text("of an earlier call")
+    compare.write(tmp_path, results)
+    assert not (tmp_path / "training_time.csv").exists()
     page = (tmp_path / "training_time.md").read_text()
     assert "the runs had different devices (cpu: cpu, gpu: H200)" in page and "9.0" not in page
 
@@ -277,6 +285,10 @@ def test_a_folder_with_different_settings_is_refused_before_any_run(tmp_path):
         json.dumps({**expected, "seed": 1, "data_sha256": {"shapes": "x"}})
     )
     with pytest.raises(ValueError, match="order-2.*seed is 1 there and 0 here"):
+        study.run_all(settings, variants, compare.Progress(), lambda results: None)
+    other = {**expected, "backbone": "vit_nano"}
+    (folder / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match='backbone is "vit_nano" there and "vit_micro" here'):
         study.run_all(settings, variants, compare.Progress(), lambda results: None)
     assert [file.name for file in tmp_path.iterdir()] == ["order-2"]
 

@@ -211,9 +211,15 @@ def make_run_config(settings: RunSettings) -> RunConfig:
         )
     if settings.router is None and settings.router_weights is not None:
         raise ValueError("--router-weights are those of the network that --router names; give both")
-    mesh = MeshConfig(settings.devices)
     return RunConfig(
-        method, settings.preset, settings.seed, bound, settings.engine, settings.seeds, mesh
+        method,
+        settings.preset,
+        settings.seed,
+        bound,
+        settings.engine,
+        settings.seeds,
+        MeshConfig(settings.devices),
+        settings.measured_on,
     )
 
 
@@ -249,8 +255,7 @@ def load(settings: RunSettings, progress: Progress) -> Loaded:
         return progress.phase("decode", task=task, total=num_images)
 
     load_stream = find_stream(settings)
-    backbone = settings.backbone or ("vit_micro" if settings.stream == DEMO else "deit_tiny")
-    pretrained = load_pretrained(backbone, weights=settings.weights, image_size=settings.image_size)
+    pretrained = load_weights(settings)
     if settings.pixel_norm == "unit":
         scaled = dataclasses.replace(pretrained.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
         # the mean CLS tokens were computed with the pixel scale of pretraining, so they are dropped
@@ -267,6 +272,18 @@ def load(settings: RunSettings, progress: Progress) -> Loaded:
             settings.base_data, settings, image_size=size, phase=decoding
         )
     return Loaded(stream, pretrained, router, base_images)
+
+
+def backbone_of(settings: StreamInputs) -> str:
+    """Return the name of the backbone: the chosen one, or the default of the stream."""
+    return settings.backbone or ("vit_micro" if settings.stream == DEMO else "deit_tiny")
+
+
+def load_weights(settings: StreamInputs) -> Pretrained:
+    """Load the weights of the backbone."""
+    return load_pretrained(
+        backbone_of(settings), weights=settings.weights, image_size=settings.image_size
+    )
 
 
 def load_router(settings: RunSettings, image_size: int) -> RouterWeights | None:
@@ -289,13 +306,9 @@ def run_seed(
     workshop: dict[Any, FrozenNetworks] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream with one seed, or resume; return the results."""
-    stream = loaded.stream
-    if settings.measured_on == "validation":
-        tasks = (dataclasses.replace(task, test=task.val) for task in stream.tasks)
-        stream = Stream(stream.name, tuple(tasks))
     portable = dataclasses.replace(make_portable(settings), num_seeds=1)
     return run_stream(
-        stream,
+        loaded.stream,
         loaded.pretrained,
         config,
         settings.run_dir,

@@ -53,6 +53,10 @@ class RunRecord(NamedTuple):
         return tuple(task["name"] for task in self.results["tasks"])
 
     @property
+    def measured_on(self) -> str:
+        return self.config.get("measured_on", "test")
+
+    @property
     def is_memory(self) -> bool:
         return is_memory(self.config)
 
@@ -181,8 +185,21 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Raise ValueError if runs with the same stream and backbone differ in tasks, data, weights,
     image size or preset, or if runs in the same table cell differ in settings. Seeds, and engine
     settings other than the precision, are ignored."""
-    first: dict[tuple[str, str], RunRecord] = {}
+    check_inputs(runs)
     settings: dict[tuple[object, ...], RunRecord] = {}
+    for run in runs:
+        alike = settings.setdefault(cell_key(run), run)
+        if differing := find_differences(_without_seeds(alike.config), _without_seeds(run.config)):
+            raise ValueError(
+                f"{alike.directory} and {run.directory} would share cells, but"
+                f" {summary(differing, 'settings', NAMED)}; tabulate them separately"
+            )
+
+
+def check_inputs(runs: Sequence[RunRecord]) -> None:
+    """Raise ValueError if runs with the same stream and backbone differ in tasks, data, weights,
+    image size, preset or the measured split."""
+    first: dict[tuple[str, str], RunRecord] = {}
     for run in runs:
         reference = first.setdefault(run.place, run)
         if apart := sorted(set(run.order) ^ set(reference.order)):
@@ -195,19 +212,14 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
                 f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
                 f"{summary(differing, 'values', NAMED)}; tabulate them separately"
             )
-        alike = settings.setdefault(cell_key(run), run)
-        if differing := find_differences(_without_seeds(alike.config), _without_seeds(run.config)):
-            raise ValueError(
-                f"{alike.directory} and {run.directory} would share cells, but"
-                f" {summary(differing, 'settings', NAMED)}; tabulate them separately"
-            )
 
 
 def _identity(run: RunRecord) -> dict[str, Any]:
     keys = ("image_size", "data_sha256", "weights_sha256", "split_sha256")
     # the preset is, for example, "paper, changed" if individual settings differ from preset `paper`
     preset = run.results["preset"].split(",")[0]
-    return {key: run.config.get(key, run.results.get(key)) for key in keys} | {"preset": preset}
+    identity = {key: run.config.get(key, run.results.get(key)) for key in keys}
+    return {**identity, "preset": preset, "measured_on": run.measured_on}
 
 
 def cell_key(run: RunRecord) -> tuple[object, ...]:

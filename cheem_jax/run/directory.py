@@ -52,8 +52,10 @@ def check_settings(directory: Path, config: Mapping[str, Any], *, is_whole: bool
     recorded = read_object(directory / NAME)
     if not is_whole:
         recorded = {key: value for key, value in recorded.items() if key in config}
-    if "router" not in recorded:  # an earlier version recorded its weights alone
-        config = {key: value for key, value in config.items() if key != "router"}
+    # An earlier version did not record the router (only its weights) and the measured split (only
+    # the fingerprint of its images).
+    absent = {"router", "measured_on"} - recorded.keys()
+    config = {key: value for key, value in config.items() if key not in absent}
     if differences := find_differences(recorded, to_json(config)):
         is_data = any(leaf.place[0] == "data_sha256" for leaf in differences)
         data = "; streamed images need unchanged files and --images.keep stream" * is_data

@@ -447,6 +447,8 @@ def _heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
         learned = f"{num} of {len(run.config['tasks'])} tasks"
         name += f", unfinished: {learned}"
         warnings.append(f"Unfinished: {learned} so far; all numbers refer to these tasks.")
+    if run.measured_on == "validation":
+        warnings.append("Measured on validation images, to choose settings, not on test images.")
     lead = f"{tasks}, images of {pixels}, learned one after the other; preset {results['preset']}."
     return name, f"{results['stream']} on {results['backbone']}", lead, warnings
 

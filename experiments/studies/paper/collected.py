@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from cheem_jax.report.finished import (
+    LeftOut,
     RunRecord,
     check_comparable,
     describe_variant,
@@ -88,6 +89,15 @@ def usual_cell(cells: Cells, method: str) -> Cell | None:
     return next((cell for cell in cells if cell.method == method and is_usual(cells, cell)), None)
 
 
+def read_tested(folders: Sequence[Path]) -> tuple[list[RunRecord], LeftOut]:
+    """Read the finished runs that were measured on test images. Also return the excluded folders
+    with the reasons."""
+    runs, left_out = read(folders)
+    trials = [run.directory for run in runs if run.measured_on != "test"]
+    left_out += [(directory, "measured on validation images") for directory in trials]
+    return [run for run in runs if run.directory not in trials], left_out
+
+
 def load(folder: Path) -> Cells:
     """Load all collected runs. Raises ValueError for a corrupted run and for runs that cannot be
     compared."""
@@ -95,7 +105,7 @@ def load(folder: Path) -> Cells:
         raise ValueError(
             f"--results names {folder}, which is not a folder; expected one that collect.py wrote"
         )
-    runs, left_out = read([folder])
+    runs, left_out = read_tested([folder])
     if left_out:
         reasons = "; ".join(f"{directory}: {why}" for directory, why in left_out)
         raise ValueError(

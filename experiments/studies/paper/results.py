@@ -1,12 +1,11 @@
 """The tables and the figure of a page of results, made from collected runs."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from charts import frame, legend_below, mean_std, spread
+from charts import frame, legend_below, mean_std, read_chosen, read_numbers, spread
 from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -61,10 +60,11 @@ def tables_of(results: Path) -> dict[str, str]:
         folder.name.removeprefix(f"{results.name}_"): load(folder)
         for folder in sorted(results.parent.glob(f"{results.name}_*"))
     }
-    routers, chosen = (
-        json.loads(file.read_text()) if (file := results.with_name(name)).is_file() else None
-        for name in ("routers.json", "chosen.json")
-    )
+    routers = chosen = None
+    if (file := results.with_name("routers.json")).is_file():
+        routers = read_numbers(file, "router_study.py", ("rows", "chosen", "runs"))
+    if (file := results.with_name("chosen.json")).is_file():
+        chosen = read_chosen(file)
     grids = {"methods": method_grid(rows, cells), "tasks": task_grid(rows)}
     checked = check_claims(cells)
     claims = claim_grid(checked)

@@ -295,7 +295,7 @@ def test_the_closed_form_search_has_separate_rows(tmp_path):
     write(tmp_path / "runs", names=NAMES[::-1], **search)
     write(tmp_path / "runs", "lora_cl", rate=0.8)
     row = {"title": "LoRA-CL", "setting": "rate", "values": [1e-3, 3e-3, 1e-2], "chosen": 3e-3}
-    row |= {"accuracies": [0.5, 0.75, None], "at_the_end": False}
+    row |= {"method": "lora_cl", "accuracies": [0.5, 0.75, None], "at_the_end": False}
     (tmp_path / "chosen.json").write_text(json.dumps([row]))
     page = page_of(tmp_path)
     title = "CHEEM, closed-form score"
@@ -362,9 +362,31 @@ def test_corrupted_runs_are_refused(tmp_path):
     assert not (tmp_path / "docs/results.md").exists()
 
 
-def test_folders_without_collected_runs_and_other_tables_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="leave out --runs and --only"):
-        tables.main(tables.Tables(results=tmp_path, only="fom"))
+def test_options_without_effect_and_broken_files_are_refused(tmp_path):
+    for options, message in (
+        ({"results": tmp_path, "only": "fom"}, "--only has no effect with --results"),
+        ({"results": tmp_path, "out": tmp_path, "runs": (tmp_path,)}, "--runs and --out have no"),
+        ({"page": tmp_path / "a.md"}, "--page has no effect without --results"),
+        ({"results": tmp_path, "page": tmp_path / "a"}, "expected a file that ends in .md"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tables.Tables(**options)
+    write(tmp_path / "runs")
+    for name, text in (("routers.json", "{broken"), ("chosen.json", '[{"method": "cheem"}]')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=f"{name} cannot be read .*; expected the {name} that"):
+            page_of(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_accuracies_of_validation_images_are_not_on_the_page(tmp_path):
+    config = write(tmp_path / "runs") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"measured_on": "validation"}))
+    with pytest.raises(ValueError, match="measured on validation images"):
+        page_of(tmp_path)
+
+
+def test_folders_without_collected_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"contains no collected run; .*experiments/collect.py"):
         load(tmp_path)
     with pytest.raises(ValueError, match="--results names .*nowhere, which is not a folder"):

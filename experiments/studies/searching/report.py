@@ -21,6 +21,19 @@ FIRST = "first"
 COSTS = {"params_added": ("parameters added, k", 1e-3), "flops": ("FLOPs per image, M", 1e-6)}
 
 
+def latest(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the units without those of earlier images of a task or of earlier settings, which a
+    later unit has replaced."""
+    units = [entry for entry in entries if entry["event"] in ("learned", "reuse")]
+    images = {unit["task"]: unit.get("data_sha256") for unit in units}
+    last = {}
+    for unit in units:
+        if unit.get("data_sha256") == images[unit["task"]]:
+            keys = ("task", "position", "recipe", "rate", "seed")
+            last[tuple(unit.get(key) for key in keys)] = unit
+    return list(last.values())
+
+
 def accuracies_by_task(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Return one row per task and position: test accuracies by recipe and rate, and those of the
     all-Reuse network."""
@@ -148,6 +161,7 @@ def write(directory: Path, entries: Sequence[Entry], setting: Numbers) -> list[G
 
 def numbers_of(entries: Sequence[Entry], setting: Numbers) -> dict[str, Any]:
     """Return all numbers of the tables as JSON values."""
+    entries = latest(entries)
     rows = accuracies_by_task(entries)
     recipes = dict.fromkeys(name for row in rows for name in row["recipes"])
     references = [
