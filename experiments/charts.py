@@ -92,7 +92,7 @@ def read_numbers(file: Path, script: str, fields: Sequence[str]) -> Any:
 
 
 TRIED = ("title", "values", "accuracies", "at_the_end")
-"""Further fields of a chosen setting, of which tables are made."""
+"""Further fields of a chosen setting, for tables."""
 
 
 def read_chosen(file: Path, more: Sequence[str] = TRIED) -> list[dict[str, Any]]:

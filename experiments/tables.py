@@ -62,16 +62,6 @@ class Tables:
     its figure is written into the folder of the same name. A missing page is created with only the
     tables."""
 
-    def __post_init__(self) -> None:
-        ignored = ("page",) if self.results is None else ("runs", "only", "out")
-        if given := [f"--{name}" for name in ignored if getattr(self, name)]:
-            raise ValueError(
-                f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect"
-                f" {'without' if self.results is None else 'with'} --results; leave it out"
-            )
-        if self.page is not None and self.page.suffix != ".md":
-            raise ValueError(f"--page is {self.page}; expected a file that ends in .md")
-
 
 class Layout(NamedTuple):
     """One table of the paper: its title, its measures, and the methods and variants of its runs
@@ -169,8 +159,21 @@ An empty cell was not run, or is not in the paper.
 """  # noqa: E501
 
 
+def check_options(settings: Tables) -> None:
+    """Raise ValueError for options without effect."""
+    ignored = ("page",) if settings.results is None else ("runs", "only", "out")
+    if given := [f"--{name}" for name in ignored if getattr(settings, name)]:
+        raise ValueError(
+            f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect"
+            f" {'without' if settings.results is None else 'with'} --results; leave it out"
+        )
+    if settings.page is not None and settings.page.suffix != ".md":
+        raise ValueError(f"--page is {settings.page}; expected a file that ends in .md")
+
+
 def main(settings: Tables) -> None:
     """Write every table and one page with all tables, or the tables of a page of results."""
+    check_options(settings)
     progress = Progress()
     if settings.results is not None:
         page = settings.page or Path("docs/results.md")

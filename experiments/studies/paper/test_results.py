@@ -370,7 +370,7 @@ def test_options_without_effect_and_broken_files_are_refused(tmp_path):
         ({"results": tmp_path, "page": tmp_path / "a"}, "expected a file that ends in .md"),
     ):
         with pytest.raises(ValueError, match=message):
-            tables.Tables(**options)
+            tables.main(tables.Tables(**options))
     write(tmp_path / "runs")
     for name, text in (("routers.json", "{broken"), ("chosen.json", '[{"method": "cheem"}]')):
         (tmp_path / name).write_text(text)
