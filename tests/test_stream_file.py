@@ -131,7 +131,10 @@ def test_the_seed_of_the_file_is_used_and_another_one_refused(two):
             'name = ""\n[[task]]\npath = "a"',
             "name must be a text that is not empty, without NUL, got ''",
         ),
-        ("[[task]]\npath = 3", "task 1: path must be a text that is not empty, without NUL, got int"),
+        (
+            "[[task]]\npath = 3",
+            "task 1: path must be a text that is not empty, without NUL, got int",
+        ),
         (
             '[[task]]\nname = "a"',
             "task 1: expected exactly one of path, manifest, tfds, hub, benchmark, got none",
