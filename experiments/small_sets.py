@@ -34,6 +34,10 @@ from cheem_jax.run.record import read
 Entry = Mapping[str, Any]
 Variant = Callable[[int], CheemConfig]
 """Maps the number of training images to settings."""
+SHARE = ("task", "num_train", "seed")
+"""Fields of a unit that identify its images."""
+ROW = ("task", "num_train", "variant")
+"""Fields of units that differ only in their seeds."""
 PER_VALIDATION_IMAGE = 9
 """Training images per validation image, as in `cheem learn` for images without splits."""
 
@@ -122,6 +126,7 @@ def main(settings: SmallSets) -> None:
             f"--numbers is {settings.numbers!r}, and no task has as many training images, two of"
             f" each class or more; the tasks have {sizes}"
         )
+    hashes = {task.name: data_hash(task) for task in loaded.stream.tasks}
     with recorded(directory, identity, command, progress) as session:
         for seed in seeds:
             for task in [share(task, num, seed) for task, num in fitting]:
@@ -136,7 +141,8 @@ def main(settings: SmallSets) -> None:
                     }
                     if not any(place.items() <= entry.items() for entry in read(directory)):
                         result = learn(settings, backbone, task, variant, seed, progress)
-                        session.record.write("unit", **place, **result)
+                        whole = {"task_sha256": hashes[task.name]}
+                        session.record.write("unit", **place, **whole, **result)
     units = latest([entry for entry in read(directory) if entry["event"] == "unit"])
     grid = grid_of(units)
     write_page(
@@ -222,22 +228,18 @@ def share(task: Task, number: int, seed: int) -> Task:
 
 def latest(units: Sequence[Entry]) -> list[Entry]:
     """Return the units without those of earlier images or settings, which a later unit has
-    replaced."""
-    last = {}
-    for unit in units:
-        last[unit["task"], unit["num_train"], unit["variant"], unit["seed"]] = unit
-    images = {
-        (unit["task"], unit["num_train"], unit["seed"]): unit["data_sha256"] for unit in units
+    replaced. Units of an earlier version have the hash of their share of the images only."""
+    wholes = {unit["task"]: unit["task_sha256"] for unit in units if "task_sha256" in unit}
+    shares = {tuple(unit[key] for key in SHARE): unit["data_sha256"] for unit in units}
+    settings = {tuple(unit[key] for key in ROW): unit["settings"] for unit in units}
+    last = {
+        tuple(unit[key] for key in (*ROW, "seed")): unit
+        for unit in units
+        if unit.get("task_sha256") in (None, wholes.get(unit["task"]))
+        and unit["data_sha256"] == shares[tuple(unit[key] for key in SHARE)]
+        and unit["settings"] == settings[tuple(unit[key] for key in ROW)]
     }
-    settings = {
-        (unit["task"], unit["num_train"], unit["variant"]): unit["settings"] for unit in units
-    }
-    return [
-        unit
-        for (task, num, variant, seed), unit in last.items()
-        if unit["data_sha256"] == images[task, num, seed]
-        and unit["settings"] == settings[task, num, variant]
-    ]
+    return list(last.values())
 
 
 def grid_of(units: Sequence[Entry]) -> Grid:

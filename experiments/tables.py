@@ -164,8 +164,8 @@ def check_options(settings: Tables) -> None:
     ignored = ("page",) if settings.results is None else ("runs", "only", "out")
     if given := [f"--{name}" for name in ignored if getattr(settings, name)]:
         raise ValueError(
-            f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect"
-            f" {'without' if settings.results is None else 'with'} --results; leave it out"
+            f"no effect {'without' if settings.results is None else 'with'} --results:"
+            f" {', '.join(given)}; leave out what has none"
         )
     if settings.page is not None and settings.page.suffix != ".md":
         raise ValueError(f"--page is {settings.page}; expected a file that ends in .md")

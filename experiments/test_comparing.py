@@ -258,6 +258,18 @@ def test_an_interrupted_comparison_resumes_and_finished_runs_do_not_change(
     assert rows[0]["average_accuracy"]["mean"] == results["average_accuracy"]
     assert "| DIKI |" in (settings.run_dir / "comparison.md").read_text()
 
+    # the table of a study that is continued and interrupted again keeps all finished runs
+    def stopped_at_seed_1(run_settings, *arguments):
+        if run_settings.seed == 1:
+            raise KeyboardInterrupt
+        return run(run_settings, *arguments)
+
+    monkeypatch.setattr(cheem_run, "run_seed", stopped_at_seed_1)
+    with pytest.raises(SystemExit):
+        more = dataclasses.replace(settings, seeds="0,1")
+        run_command(compare.main, more, settings.run_dir)
+    assert json.loads((settings.run_dir / "comparison.json").read_text()) == rows
+
 
 def test_wrong_names_and_seeds_are_refused_before_any_run(settings, capsys):
     for changed, message in (

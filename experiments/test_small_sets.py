@@ -56,6 +56,8 @@ def test_only_units_of_the_latest_images_and_settings_are_averaged():
 
     units = [unit(1.0, images="old"), unit(0.9, settings={"rate": 1}), unit(0.5), unit(0.7, seed=1)]
     assert small_sets.latest(units) == units[2:]
+    replaced = [unit(0.2, task_sha256="a", seed=1), unit(0.3, task_sha256="b")]
+    assert small_sets.latest(replaced) == replaced[1:]
     # a variant with fewer seeds is compared on these
     assert small_sets.grid_of([*units[2:], unit(0.4, "plain")]).rows[0][2:] == ("40.0", "50.0")
 

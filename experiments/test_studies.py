@@ -10,6 +10,7 @@ import ablations
 import compare
 import pytest
 import study
+from launching import LauncherConfig
 from PIL import Image
 
 from cheem_jax.baselines.lora_cl import LoraClConfig
@@ -291,6 +292,16 @@ def test_a_folder_with_different_settings_is_refused_before_any_run(tmp_path):
     with pytest.raises(ValueError, match='backbone is "vit_nano" there and "vit_micro" here'):
         study.run_all(settings, variants, compare.Progress(), lambda results: None)
     assert [file.name for file in tmp_path.iterdir()] == ["order-2"]
+    job = compare.Compare(
+        methods="frozen_linear", run_dir=tmp_path / "jobs", launcher=LauncherConfig("local")
+    )
+    (variant,) = compare.variants_of(job)
+    folder = tmp_path / "jobs" / "frozen_linear" / "seed-0"
+    folder.mkdir(parents=True)
+    expected = study.expected_config(study.run_settings(job, variant, 0))
+    (folder / "config.json").write_text(json.dumps({**expected, "tasks": ["shapes"]}))
+    with pytest.raises(ValueError, match="contains another run: tasks"):
+        study.run_all(job, [variant], compare.Progress())
 
 
 def test_methods_with_a_router_are_run_with_each_router():

@@ -132,6 +132,7 @@ def test_other_files_are_counted_by_folder_and_kind_and_unknown_suffixes_by_cont
     files |= {
         "train/dog/no_suffix": png(9),
         "train/dog/grey.pnm": b"P5\n2 2\n255\n1234",
+        "train/dog/odd_text": b"P1 of two",
         "train/dog/odd": b"x",
         "train/dog/a.txt": b"x",
         "train/cat/b.txt": b"x",
@@ -145,7 +146,7 @@ def test_other_files_are_counted_by_folder_and_kind_and_unknown_suffixes_by_cont
             f"{place.name}/train/cat: 20 files ignored (.HEIC; pip install 'cheem_jax[heic]')",
             f"{place.name}/train/cat: 1 file ignored (no suffix; pip install 'cheem_jax[heic]')",
             f"{place.name}/train/dog: 1 file ignored (.npy)",
-            f"{place.name}/train/dog: 1 file ignored (no suffix)",
+            f"{place.name}/train/dog: 2 files ignored (no suffix)",
         ]
     monkeypatch.setattr("cheem_jax.data.files.READS_HEIF", True)
     assert plan_task(tmp_path / "pets").counts["train"] == 7 + 21

@@ -139,7 +139,7 @@ def test_a_name_on_the_hub_is_read_through_the_library(monkeypatch, tmp_path, ca
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, timeout: None)
     file = tmp_path / "own.toml"
-    file.write_text('[[task]]\nhub = "someone/pets:small"')
+    file.write_text('[[task]]\nhub = "hf:someone/pets:small"')  # the prefix is superfluous
     (one,), (two,) = plan_source("hf:someone/pets")[1], plan_source(str(file))[1]
     assert (
         cache_dir_of("hf:someone/pets", None)

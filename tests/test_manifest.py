@@ -279,7 +279,8 @@ def test_a_file_whose_name_has_another_unicode_form_is_named(tmp_path):
     (tmp_path / "cat" / "0.png").rename(tmp_path / "cat" / "e\u0301.png")
     file = table(tmp_path / "pets.csv", "path,label", "cat/\u00e9.png,cat", *rows()[1:])
     (broken,) = verify(plan_manifest(file)).broken
-    assert r"no such file, but 'e\u0301.png' instead of '\xe9.png'; rename one" in broken
+    assert "no such file, but '" in broken
+    assert broken.endswith(r"cat/e\u0301.png', whose accents are composed otherwise; rename one")
 
 
 @pytest.mark.parametrize("keep", ["memory", "cache"])

@@ -27,7 +27,7 @@ COMPANIONS = frozenset(
 )
 """Suffixes of common files that are not images. The content of such files is not inspected."""
 MAGIC = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]|P[1-6]\s",
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]|P[1-6]\s+[#\d]",
     re.DOTALL,
 )
 """Pattern of the first bytes of image files. It recognises images among files with an unknown
@@ -120,7 +120,7 @@ def _other_form(file: Path) -> str:
     """Describe a file whose name differs only in its Unicode form, which looks the same."""
     for form in ("NFC", "NFD"):
         if (other := Path(unicodedata.normalize(form, str(file)))).exists():
-            return f", but {ascii(other.name)} instead of {ascii(file.name)}; rename one of them"
+            return f", but {ascii(str(other))}, whose accents are composed otherwise; rename one"
     return ""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import study
 import tables
 from page_runs import entries
 from scipy.stats import spearmanr, ttest_1samp
@@ -364,9 +365,12 @@ def test_corrupted_runs_are_refused(tmp_path):
 
 def test_options_without_effect_and_broken_files_are_refused(tmp_path):
     for options, message in (
-        ({"results": tmp_path, "only": "fom"}, "--only has no effect with --results"),
-        ({"results": tmp_path, "out": tmp_path, "runs": (tmp_path,)}, "--runs and --out have no"),
-        ({"page": tmp_path / "a.md"}, "--page has no effect without --results"),
+        ({"results": tmp_path, "only": "fom"}, "no effect with --results: --only;"),
+        (
+            {"results": tmp_path, "out": tmp_path, "runs": (tmp_path,)},
+            "no effect with --results: --runs, --out;",
+        ),
+        ({"page": tmp_path / "a.md"}, "no effect without --results: --page;"),
         ({"results": tmp_path, "page": tmp_path / "a"}, "expected a file that ends in .md"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -384,6 +388,15 @@ def test_accuracies_of_validation_images_are_not_on_the_page(tmp_path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"measured_on": "validation"}))
     with pytest.raises(ValueError, match="measured on validation images"):
         page_of(tmp_path)
+
+
+def test_finished_runs_of_other_weights_are_not_one_study(tmp_path):
+    runs = [write(tmp_path / "runs", seed=seed) for seed in (0, 1)]
+    study.check_finished([*runs, tmp_path / "not begun"])
+    config = json.loads((runs[1] / "config.json").read_text())
+    (runs[1] / "config.json").write_text(json.dumps(config | {"weights_sha256": "other"}))
+    with pytest.raises(ValueError, match="weights_sha256"):
+        study.check_finished(runs)
 
 
 def test_folders_without_collected_runs_are_refused(tmp_path):

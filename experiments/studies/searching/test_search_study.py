@@ -17,7 +17,7 @@ from cheem_jax.data.task import Stream
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from studies.searching import units
-from studies.searching.report import accuracies_by_task, best_lora, costs, gain
+from studies.searching.report import accuracies_by_task, best_lora, costs, gain, latest
 from studies.searching.units import Counted
 
 STREAM = small.stream(2)
@@ -175,6 +175,21 @@ def learned(task, recipe, rate, seed, val, test, **further):
         "position": "first",
         **further,
     }
+
+
+def test_only_units_of_the_latest_images_are_in_the_tables():
+    def unit(images: str, seed: int, accuracy: float) -> dict:
+        place = {"event": "learned", "task": "pets", "position": "first", "recipe": "quick"}
+        return {
+            **place,
+            "rate": 1e-3,
+            "seed": seed,
+            "data_sha256": images,
+            "test_accuracy": accuracy,
+        }
+
+    entries = [unit("old", 0, 0.1), unit("old", 1, 0.2), unit("new", 0, 0.3), unit("new", 0, 0.4)]
+    assert latest([*entries, {"event": "continued"}]) == entries[3:]
 
 
 def test_each_side_is_compared_at_its_best_rate_on_validation_images():
