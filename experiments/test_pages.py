@@ -256,9 +256,21 @@ def costs() -> Iterator[float]:
     yield sum(task["num_train"] for task in read("results/runs/cheem/seed-0/results.json")["tasks"])
 
 
+def present_search() -> Iterator[float]:
+    """Yield accuracies in % of backward elimination and LoRA-CL at 96 pixels, with the task ID
+    given."""
+    for method in ("cheem-elimination", "lora_cl-warm"):
+        run = read(f"results/runs_96_chosen/{method}/seed-0/results.json")
+        accuracy = {
+            task["name"]: value
+            for task, value in zip(run["tasks"], run["local_accuracy"][-1], strict=True)
+        }
+        yield from (100 * accuracy[name] for name in ("gtsrb", "cars49", "eurosat", "dtd10"))
+
+
 def facts() -> Iterator[float]:
     """Yield the numbers in the text of the page of results that its tables do not have."""
-    for numbers in (cut_off, omniglot, routers_at_96, costs):
+    for numbers in (cut_off, omniglot, routers_at_96, present_search, costs):
         yield from numbers()
 
 
@@ -284,6 +296,15 @@ def test_the_numbers_in_the_text_of_the_results_are_those_of_the_records():
         for measure in (("params_added_percent",), ("flops", "paper"))
     ]
     assert "{:.0f} % of its parameters and {:.0f} % of its FLOPs".format(*shares) in text
+    ours, lora = (
+        read(f"results/runs_96_chosen/{method}/seed-0/results.json")
+        for method in ("cheem-elimination", "lora_cl-warm")
+    )
+    shares = [
+        100 * ours["params_added_percent"] / lora["params_added_percent"],
+        100 * ours["flops"]["paper"] / lora["flops"]["paper"],
+    ]
+    assert "with {:.0f} % of its parameters and {:.0f} % of its FLOPs".format(*shares) in text
 
 
 def test_the_results_of_the_readme_are_those_of_the_page():
