@@ -156,13 +156,3 @@ def test_removed_candidates_have_probability_zero_and_the_rest_keep_their_propor
     expected = [[1 / 3, 2 / 3, 0, 0], [1 / 2, 1 / 2, 0, 0]]
     np.testing.assert_allclose(hee.without(table, ("new", "skip"), [1, 1]), expected)
     assert hee.without(table, (), [1, 1]) is table
-
-
-def test_the_anchor_adapts_the_expert_that_exploitation_samples_most():
-    # experts 0 and 1 in the first block, only the base expert in the second one
-    exploit = np.zeros((2, 8))
-    exploit[0, [0, 1, 2, 3, 4, 5]] = [0.1, 0.3, 0.2, 0.1, 0.1, 0.2]  # 0.3 and 0.4 by expert
-    exploit[1, [0, 1, 2, 3]] = [0.4, 0.1, 0.2, 0.3]
-    anchor, skips = hee.make_anchor(exploit, (2, 1))
-    assert anchor.tolist() == [3, 1]  # Adapt of expert 1, Adapt of the base expert
-    assert skips.tolist() == [5, 3]

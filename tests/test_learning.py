@@ -136,6 +136,15 @@ def test_an_elimination_skips_blocks_of_the_network_that_adapts_every_block(stag
     assert "validation_accuracy" not in report
 
 
+def test_an_elimination_adapts_the_backbone_even_after_a_task_with_the_same_images(stages):
+    cheem = learner(stages, **{**ANCHORED, "fallback": False})
+    for name in ("colours", "again"):
+        report = cheem.learn(small.task(name, 0), Session())
+        assert sorted(report["architecture"]) == ["adapt:0"] * 3 + ["skip"]
+    # the experts of the first task were candidates
+    assert max(map(len, cheem.memory.pool)) == 3 and len(report["similarity"]) == 2
+
+
 def test_the_limit_of_flops_determines_how_many_blocks_of_the_second_half_are_skipped(stages):
     def anchored(executor, max_flops):
         return learner(

@@ -128,18 +128,6 @@ def without(
     return rest / rest.sum(axis=1, keepdims=True)
 
 
-def make_anchor(
-    exploit: Float[np.ndarray, "L C"], sizes: Sequence[int]
-) -> tuple[Int[np.ndarray, "L"], Int[np.ndarray, "L"]]:
-    """Return the genome of the network that adapts, in each block, the expert that exploitation
-    samples most often; and the candidate index of Skip in each block."""
-    experts = [
-        np.argmax(exploit[block, :n] + exploit[block, n : 2 * n]) for block, n in enumerate(sizes)
-    ]
-    num = np.array(sizes, np.int32)
-    return num + np.array(experts, np.int32), 2 * num + 1
-
-
 @functools.partial(jax.jit, static_argnames="num")
 def sample(key: jax.Array, table: Float[Array, "L C"], *, num: int) -> Int[Array, "num L"]:
     """Sample `num` architectures as candidate indices. Architecture i depends only on `key`,

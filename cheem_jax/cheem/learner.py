@@ -25,7 +25,6 @@ from cheem_jax.cheem.frozen_head import HeadComparison, compare_heads, frozen_fe
 from cheem_jax.cheem.hee import (
     cosines,
     exploit_table,
-    make_anchor,
     norm_cosine,
     uniform_table,
     without,
@@ -45,7 +44,7 @@ from cheem_jax.cheem.training import (
     supernet_draws,
     supernet_score,
 )
-from cheem_jax.core.architecture import Choice, decode
+from cheem_jax.core.architecture import Choice, decode, encode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import (
@@ -139,7 +138,7 @@ class Cheem(ExpertMemory):
         tables = sampling_tables(self.config, learning.candidates, similarity)
         trained = None
         if self.config.sampling == "anchored":
-            codes = self.eliminate(learning, tables)
+            codes = self.eliminate(learning)
         else:
             trained = self.train_supernet(learning, tables)
             codes = self.search(learning, tables, trained)
@@ -250,10 +249,10 @@ class Cheem(ExpertMemory):
         key = self.keys.at(learning.index, Phase.SEARCH)
         return search_supernet(self.executor, learning, trained, tables, key, self.config)
 
-    def eliminate(self, learning: Learning, tables: SamplingTables) -> Int[np.ndarray, "L"]:
+    def eliminate(self, learning: Learning) -> Int[np.ndarray, "L"]:
         """Search for the target network by backward elimination (see `search_backward`)."""
         supernet = self._supernet(learning, Phase.FINETUNE_INIT)
-        return search_backward(self.executor, learning, supernet, tables.exploit, self.config)
+        return search_backward(self.executor, learning, supernet, self.config)
 
     def finetune(
         self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]
@@ -417,25 +416,29 @@ def search_backward(
     executor: Executor,
     learning: Learning,
     supernet: Supernet,
-    exploit: Float[np.ndarray, "L C"],
     config: CheemConfig,
 ) -> Int[np.ndarray, "L"]:
     """Search for the target network by backward elimination, and return its candidate indices.
+
+    Every block adapts the base expert. Adapting the experts of earlier tasks cost more accuracy
+    than it gained (docs/search.md).
 
     The networks are scored before training: with the initial pairs, which change nothing, and a
     ridge head for the features of the network that adapts every block. Only blocks of the second
     half can be skipped. Before training, an early block can seem as dispensable as a late one, but
     the network learns less without it (docs/search.md).
 
-    `exploit` is the sampling table of exploitation. All scored architectures are stored in
-    `learning.underway`.
+    All scored architectures are stored in `learning.underway`.
     """
     underway = learning.underway
     task = learning.task
     with learning.session.phase("prepare"):
         num_val = len(task.val.labels)
         prepare(executor, supernet, config.batch_size, num_val, learnable=(ADAPT,))
-    anchor, skips = make_anchor(exploit, supernet.sizes)
+    anchor, skips = (
+        encode((choice,) * executor.num_blocks, supernet.sizes)
+        for choice in (ADAPT, Choice("skip"))
+    )
     total = networks_left(executor, config, underway) * len(task.val.labels)
     with learning.session.phase("search", total, underway.saved) as advance:
 

@@ -120,9 +120,9 @@ class RecordingCheem(Cheem):
         self._record(learning, searched.scored.genomes, lambda index: index // population)
         return codes
 
-    def eliminate(self, learning: Learning, tables: Any) -> Any:
+    def eliminate(self, learning: Learning) -> Any:
         """See `Cheem`."""
-        codes = super().eliminate(learning, tables)
+        codes = super().eliminate(learning)
         eliminated = learning.underway.eliminated
         assert eliminated is not None, "the elimination has ended"
         # the networks of a round skip the same number of blocks

@@ -246,14 +246,14 @@ def _search(
     cheem: Cheem, learning: Learning, recipe: Recipe
 ) -> tuple[SupernetFit | None, Int[np.ndarray, "L"]]:
     """Search by the recipe, or adapt the base expert in every block that is not skipped."""
-    tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
     if not recipe.searches:
         num = len(learning.candidates.sizes)
         architecture = (ADAPT,) * (num - recipe.num_skipped)
         architecture += (Choice("skip"),) * recipe.num_skipped
         return None, encode(architecture, learning.candidates.sizes)
     if cheem.config.sampling == "anchored":
-        return None, cheem.eliminate(learning, tables)
+        return None, cheem.eliminate(learning)
+    tables = sampling_tables(cheem.config, learning.candidates, cheem.similarity(learning))
     trained = cheem.train_supernet(learning, tables)
     return trained, cheem.search(learning, tables, trained)
 
