@@ -75,7 +75,7 @@ from cheem_jax.report.table import task_grid
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
 from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import read
+from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import results_of
 from cheem_jax.serve import Limits
 
@@ -1399,6 +1399,37 @@ def test_a_missing_task_is_named_and_the_others_can_answer(copied, learned):
     usable.refresh()
     assert [task.name for task in usable.tasks] == ["task0"]
     assert list(usable.lost or {}) == ["001", "002"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of three tasks, next to its weights."""
+    folder = tmp_path_factory.mktemp("run")
+    pretrained = load_pretrained(NAME, weights=small.save_weights(folder))
+    run_stream(STREAM, pretrained, RunConfig(small.QUICK, "quick"), folder / "run", Progress())
+    return folder / "run"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_missing_task_of_a_run_is_named_and_the_others_can_answer(run, tmp_path, number):
+    weights = run.with_name("weights.safetensors")
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(copied / "checkpoints" / "cheem" / f"00{number}-task{number}")
+    with pytest.raises(ValueError, match=f"lacks learned tasks, the first is 'task{number}'"):
+        cheem_jax.open(copied, weights=weights)
+    usable = cheem_jax.open(copied, weights=weights, usable=True)
+    remaining = [f"task{other}" for other in range(3) if other != number]
+    assert [task.name for task in usable.tasks] == remaining
+    assert usable.lost == {f"00{number}": "its directory is missing; restore it from a copy"}
+
+
+def test_a_run_in_progress_opens_with_its_finished_tasks(run, tmp_path):
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    # task2 is in the record as learned, and its checkpoint is not complete yet
+    Record(copied).keep(lambda entry: entry["event"] != "evaluated" or entry["index"] < 2)
+    shutil.rmtree(copied / "checkpoints" / "cheem" / "002-task2")
+    memory = cheem_jax.open(copied, weights=run.with_name("weights.safetensors"))
+    assert [task.name for task in memory.tasks] == ["task0", "task1"]
 
 
 def test_a_usable_memory_follows_the_changes_of_other_processes(copied):
