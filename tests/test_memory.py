@@ -1275,6 +1275,70 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
         cheem_jax.begin_with(tmp_path / "again", tmp_path / "pets")
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of three tasks, next to its weights."""
+    folder = tmp_path_factory.mktemp("run")
+    pretrained = load_pretrained(NAME, weights=small.save_weights(folder))
+    run_stream(STREAM, pretrained, RunConfig(small.QUICK, "quick"), folder / "run", Progress())
+    return folder / "run"
+
+
+def test_accuracies_on_validation_images_are_not_those_of_a_memory(run, tmp_path):
+    weights = run.with_name("weights.safetensors")
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    file = copied / "config.json"
+    for measured_on, num in (("validation", 0), ("test", 3)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"measured_on": measured_on}))
+        memory = cheem_jax.begin_with(tmp_path / measured_on, copied, weights=weights)
+        events = [entry["event"] for entry in read(memory.directory)]
+        assert (events.count("learned"), events.count("evaluated")) == (3, num)
+
+
+def test_a_memory_begins_with_the_tasks_that_a_run_in_progress_had(run, tmp_path, monkeypatch):
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    record = (copied / "metrics.jsonl").read_text()
+    Record(copied).keep(lambda entry: entry["event"] != "evaluated" or entry["index"] < 2)
+    last = copied / "checkpoints" / "cheem" / "002-task2"
+    shutil.move(last, tmp_path)
+
+    def learn_another(file, pretrained):
+        shutil.copytree(tmp_path / last.name, last)
+        (copied / "metrics.jsonl").write_text(record)
+        save_converted(file, pretrained)
+
+    monkeypatch.setattr("cheem_jax.memory.making.save_converted", learn_another)
+    weights = run.with_name("weights.safetensors")
+    memory = cheem_jax.begin_with(tmp_path / "pets", copied, weights=weights)
+    assert [task.name for task in memory.tasks] == list(memory.config.tasks) == ["task0", "task1"]
+    events = [entry["event"] for entry in read(memory.directory)]
+    assert (events.count("learned"), events.count("evaluated")) == (2, 2)
+
+
+def test_a_memory_begins_with_a_run_of_another_pixel_scale_or_leaves_nothing(
+    run, tmp_path, monkeypatch
+):
+    copied, carrying = Path(shutil.copytree(run, tmp_path / "run")), tmp_path / "with.safetensors"
+    file = copied / "config.json"
+    unit = {"pixels": [[0.0] * 3, [1.0] * 3]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | unit))
+    pretrained = load_pretrained(NAME, weights=run.with_name("weights.safetensors"))
+    means = base_means(small.backbone(), STREAM.tasks[0].val.images)
+    save_converted(carrying, dataclasses.replace(pretrained, base_means=means))
+    memory = cheem_jax.begin_with(tmp_path / "pets", copied, weights=carrying)
+    config = cheem_jax.open(tmp_path / "pets").pretrained.config
+    assert (config.mean, config.std) == ((0, 0, 0), (1, 1, 1))
+    assert not memory.pretrained.base_means
+
+    def save_others(file, pretrained):
+        save_converted(file, dataclasses.replace(pretrained, sha256="1" * 64))
+
+    monkeypatch.setattr("cheem_jax.memory.making.save_converted", save_others)
+    with pytest.raises(ValueError, match="was learned with weights of SHA-256"):
+        cheem_jax.begin_with(tmp_path / "other", copied, weights=carrying)
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.full
 def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_carry_some(tmp_path):
     lacking, carrying = small.save_weights(tmp_path), tmp_path / "with.safetensors"
@@ -1399,15 +1463,6 @@ def test_a_missing_task_is_named_and_the_others_can_answer(copied, learned):
     usable.refresh()
     assert [task.name for task in usable.tasks] == ["task0"]
     assert list(usable.lost or {}) == ["001", "002"]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run of three tasks, next to its weights."""
-    folder = tmp_path_factory.mktemp("run")
-    pretrained = load_pretrained(NAME, weights=small.save_weights(folder))
-    run_stream(STREAM, pretrained, RunConfig(small.QUICK, "quick"), folder / "run", Progress())
-    return folder / "run"
 
 
 @pytest.mark.parametrize("number", [1, 2])
