@@ -521,13 +521,16 @@ def test_an_interrupted_task_can_be_forgotten(copied, memory):
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
     assert cheem_jax.open(copied).info()["learning"]["name"] == "fourth"
+    # a killed process leaves these files, and `cheem report` writes the page
+    partial = next(copied.glob("generation-*")) / "cheem" / ".003-fourth.123-0.partial"
+    partial.mkdir()
+    left = [copied / ".status.json", copied / ".config.json.123.tmp", copied / "report.html"]
+    for file in (*left, partial / "task.json"):
+        file.write_text("fourth")
     assert memory.forget("fourth").removed == ()
     assert memory.info()["learning"] is None and contents(copied) == before
-    assert not [
-        f
-        for f in copied.rglob("*")
-        if f.is_file() and b"fourth" in f.read_bytes() and f.name != "metrics.jsonl"
-    ]
+    assert not [f for f in copied.rglob("*") if "fourth" in f.name]
+    assert not [f for f in copied.rglob("*") if f.is_file() and b"fourth" in f.read_bytes()]
 
 
 def test_a_lost_task_and_a_corrupted_record_are_reported_before_anything_changes(copied):
@@ -1443,6 +1446,7 @@ def test_a_corrupted_task_is_named_and_the_others_can_answer(copied, learned):
     usable = cheem_jax.open(copied, usable=True)
     assert [task.name for task in usable.tasks] == ["task0", "task2"]
     assert list(usable.lost or {}) == ["001-task1"]
+    assert usable.info()["forgotten"] == []
     assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
     np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
     with pytest.raises(ValueError, match="opened with usable"):
@@ -1458,6 +1462,8 @@ def test_a_missing_task_is_named_and_the_others_can_answer(copied, learned):
     usable = cheem_jax.open(copied, usable=True)
     assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
     assert usable.lost == {"001": "its directory is missing; restore it from a copy"}
+    info = usable.info()
+    assert info["forgotten"] == [] and all(task["bytes"] > 0 for task in info["tasks"])
     np.testing.assert_array_equal(given(usable, "task2"), logits)
     shutil.rmtree(root / "002-task2")
     usable.refresh()
