@@ -24,7 +24,7 @@ from cheem_jax.core.paths import printable, shown
 from cheem_jax.memory.data import list_images
 from cheem_jax.memory.predictor import FilePrediction, Prediction, Predictor, predict_files
 from cheem_jax.report.grid import Grid
-from cheem_jax.report.page.assemble import refresh_page
+from cheem_jax.report.page.assemble import refresh_memory_page
 from cheem_jax.run.progress import Progress, Terminal, on_screen
 from cheem_jax.serve import Limits
 
@@ -214,7 +214,7 @@ def evaluate_memory(settings: Evaluate) -> None:
     if is_default and not memory.is_run and not memory.lost:
         try:
             memory.store_scores(scores)
-            refresh_page(memory.directory)
+            refresh_memory_page(memory.directory)
         except (OSError, ValueError) as error:
             progress.say(f"note: these scores cannot be saved for `cheem report` ({error})")
     if settings.json:
