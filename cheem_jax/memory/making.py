@@ -63,7 +63,7 @@ def create(
     left behind.
 
     Args:
-        weights: file or folder of the backbone's weights; see `load_pretrained`.
+        weights: file of the backbone's weights; see `load_pretrained`.
         preset: settings of CHEEM. With `auto`, training images are augmented, the number of epochs
             depends on the task, and the router on the backbone (see `cheem.config.auto` and
             `auto_router`). `paper` decodes images as stored; other presets rotate them according to
@@ -371,7 +371,7 @@ def _read_run(
         keeps_base=False,
         base_data_sha256=None,
         begun_with_sha256=None,
-        upright=False,
+        upright=begin.get("upright", False),
         tasks=tuple(values["tasks"]),
         data_sha256=values["data_sha256"],
     )
