@@ -149,10 +149,15 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     assert (
         "Not measured after the last task, and displayed as –: T2 task1;" in text
     )  # and no longer T1
+    memory.store_scores([TaskScore("task2", 30, 0.0, 1.0, 1.0, 0.1)])
+    average = f"{100 * sum(learned) / 3:.1f}"
+    assert f"Right after learning{average} %" in parsed(directory).text
+    assert f"right after learning {average} %" in line(read_snapshot(directory, 0.0))
     memory.store_scores(
         [TaskScore("task1", 20, 0.2, 0.5, 0.5, 0.1), TaskScore("task2", 30, 0.75, 1.0, 1.0, 0.1)]
     )
     page = parsed(directory)
+    results = read_snapshot(directory, 0.0).results
     forgetting = (
         100 * sum(max(was - now, 0) for was, now in zip(learned, (0.1, 0.2), strict=False)) / 2
     )
@@ -164,6 +169,7 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     assert (
         "not measured" not in page.text.lower().split("gaps were")[0].split("cells on or below")[0]
     )
+    assert results["learned_accuracy"] == learned, "and not the accuracy of cheem evaluate"
     # over 40, 20 and 30 images: (0.1 * 40 + 0.2 * 20 + 0.75 * 30) / 90
     assert f"CHEEM35.033.9–75.0{forgetting:.1f}" in page.text
     rows = [
