@@ -208,7 +208,12 @@ def learn_task(
     learner = setup.learner(before)
     # a refusal must not leave an interrupted task behind
     session.check_stop()
-    session.check_room(learner.bytes_needed(task), f"task {task.name!r}")
+    needed = (
+        learner.bytes_to_extend(task, state.index(task.name))
+        if is_extension
+        else learner.bytes_needed(task)
+    )
+    session.check_room(needed, f"task {task.name!r}")
     state = state.write(
         learning={"name": task.name, "number": number, "data_sha256": data_sha256},
         tasks=tuple(dict.fromkeys((*state.names, task.name))),
