@@ -46,6 +46,7 @@ from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, compute_logits
 from cheem_jax.core.routing import RouterConfig, fit_statistics, num_stored, packed
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
+from cheem_jax.data.load import load_stream
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import no_progress, token_means
@@ -68,7 +69,7 @@ from cheem_jax.memory.extending import (
     sample_features,
 )
 from cheem_jax.memory.making import with_fallback
-from cheem_jax.memory.predictor import Predictor
+from cheem_jax.memory.predictor import NearTask, Prediction, Predictor
 from cheem_jax.memory.state import MemoryState
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.table import task_grid
@@ -77,6 +78,8 @@ from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import results_of
+from cheem_jax.run.session import Session
+from cheem_jax.run_config import RunInputs
 from cheem_jax.serve import Limits
 
 NAME = small.TIMM_NAME
@@ -524,8 +527,8 @@ def test_an_interrupted_task_can_be_forgotten(copied, memory):
     # a killed process leaves these files, and `cheem report` writes the page
     partial = next(copied.glob("generation-*")) / "cheem" / ".003-fourth.123-0.partial"
     partial.mkdir()
-    left = [copied / ".status.json", copied / ".config.json.123.tmp", copied / "report.html"]
-    for file in (*left, partial / "task.json"):
+    names = (".status.json", ".config.json.123.tmp", "report.html")
+    for file in (*(copied / name for name in names), partial / "task.json"):
         file.write_text("fourth")
     assert memory.forget("fourth").removed == ()
     assert memory.info()["learning"] is None and contents(copied) == before
@@ -571,6 +574,8 @@ def test_a_network_that_computes_no_numbers_answers_nothing(learned):
     for answer in broken(STREAM.tasks[1].test.images[:2]):
         assert answer.task == "task1" and answer.label is None and answer.guesses == ()
         assert "NaN" not in json.dumps(answer.to_json())
+    far = Prediction(near=(NearTask("task1", float("inf")), NearTask("task2", float("nan"))))
+    assert [near["distance"] for near in far.to_json()["near"]] == [None, None]
 
 
 @pytest.mark.parametrize("erase", [False, True])
@@ -965,6 +970,29 @@ def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copie
     assert memory.info()["learning"] is None
 
 
+def test_the_disk_space_for_an_extension_counts_the_full_experts_of_the_task(tmp_path, monkeypatch):
+    method = dataclasses.replace(small.QUICK, sampling="anchored")
+    memory = begin(tmp_path / "pets", method=method)
+    full = small.grown(memory.internal, "full", ["new"] * 4)
+    folder = save_memory_task(memory.root, full, 0, method.ops.rank)
+    Record(memory.directory).write("learned", method="cheem", report={"index": 0})
+    needed = []
+
+    def refuse(self, num_bytes, what):
+        needed.append(num_bytes)
+        raise ValueError("no room")
+
+    monkeypatch.setattr(Session, "check_room", refuse)
+    images = dataclasses.replace(small.task("photos", 0), classes=("a", "b", "c"))
+    with pytest.raises(ValueError, match="no room"):
+        memory.learn(images, extend="full")
+    experts = [stored.params for stored in full.added(0).values()]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(experts))
+    # the task, and two rolling checkpoints with two moments
+    assert needed[0] >= 7 * size
+    assert needed[0] >= sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
 def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone(copied, memory):
     task = dataclasses.replace(memory.internal.tasks[2], statistics={})
     shutil.rmtree(copied / "generation-0001" / "cheem" / "002-task2")
@@ -1296,6 +1324,25 @@ def test_accuracies_on_validation_images_are_not_those_of_a_memory(run, tmp_path
         memory = cheem_jax.begin_with(tmp_path / measured_on, copied, weights=weights)
         events = [entry["event"] for entry in read(memory.directory)]
         assert (events.count("learned"), events.count("evaluated")) == (3, num)
+
+
+@pytest.mark.parametrize("upright", [True, False])
+def test_a_run_of_rotated_images_rotates_the_images_that_it_predicts(run, tmp_path, upright):
+    for number in range(20):
+        file = tmp_path / "photos" / f"c{number % 2}" / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(stored(four_colours(8, 8), 6))
+    stream = load_stream(tmp_path, ["photos"], image_size=8, upright=upright)
+    weights = run.with_name("weights.safetensors")
+    config = RunConfig(small.QUICK, "quick")
+    inputs = RunInputs(stream, load_pretrained(NAME, weights=weights), None, config)
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    begin, *entries = read(copied)
+    assert begin["upright"] is False
+    Record(copied).replace([begin | {"upright": inputs.settings()["upright"]}, *entries])
+    assert cheem_jax.open(copied, weights=weights).config.upright is upright
+    memory = cheem_jax.begin_with(tmp_path / "pets", copied, weights=weights)
+    assert memory.config.upright is upright
 
 
 def test_a_memory_begins_with_the_tasks_that_a_run_in_progress_had(run, tmp_path, monkeypatch):

@@ -86,8 +86,12 @@ class MemoryState:
             )
 
     def is_learned(self, name: str, task: Task) -> bool:
-        """Return whether the task `name` was learned or extended from the data of `task`. If so,
-        the test images of `task` were held out from learning."""
+        """Return whether the task `name` was learned or extended from the data of `task`, divided
+        into the same splits. If so, the test images of `task` were held out from learning.
+
+        Data without splits that extended a task do not count: an extension cuts no test
+        images from its data, so `task` has other splits.
+        """
         return fingerprint(dataclasses.replace(task, name=name)) in self.learned_from(name)
 
     def write(self, **changes: Any) -> "MemoryState":
