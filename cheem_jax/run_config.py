@@ -155,7 +155,8 @@ class RunInputs(NamedTuple):
             "placement": getattr(method, "placement", None),
             "preset": config.preset if is_preset else f"{config.preset}, changed",
             "image_size": pretrained.config.image_size,
-            "upright": False,  # no rotation by EXIF orientation, as in the paper's loaders
+            # `cheem run` rotates no image, as the paper's loaders
+            "upright": any(task.upright for task in stream.tasks),
             "base_means": base_means if isinstance(method, CheemConfig) else None,
             "precision": config.engine.precision,
             "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},

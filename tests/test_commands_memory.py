@@ -28,6 +28,7 @@ from cheem_jax.data.task import Split
 from cheem_jax.memory import create
 from cheem_jax.memory import directory as directory_module
 from cheem_jax.memory.forgetting import PoolPosition
+from cheem_jax.memory.hub import model_card
 from cheem_jax.run.directory import hold
 from cheem_jax.run.record import read
 from cheem_jax.run.results import results_of
@@ -472,6 +473,9 @@ def test_a_class_alone_is_measured_and_added(capsys, copied, photos, tmp_path):
     assert memory.tasks[-1].classes == task.classes[:3]
     reported = results_of(read(copied))["tasks"][-1]
     assert (reported["num_test"], reported["tested_on"]) == (16, "validation"), "as many as before"
+    card = model_card(memory, "someone/pets")
+    [row] = [line for line in card.splitlines() if line.startswith(f"| {FIRST} ")]
+    assert row.count(" %* |") == 2 and "right after learning the task (* on validation" in card
     status, out, _ = cheem(capsys, "learn", copied, new.parent, "--extend", FIRST)
     assert status == 0 and f"{FIRST}: learned already" in out
     for row in list(new.iterdir())[1:]:

@@ -46,6 +46,7 @@ from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, compute_logits
 from cheem_jax.core.routing import RouterConfig, fit_statistics, num_stored, packed
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.decode import decode_pieces
+from cheem_jax.data.load import load_stream
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import no_progress, token_means
@@ -68,15 +69,17 @@ from cheem_jax.memory.extending import (
     sample_features,
 )
 from cheem_jax.memory.making import with_fallback
-from cheem_jax.memory.predictor import Predictor
+from cheem_jax.memory.predictor import NearTask, Prediction, Predictor
 from cheem_jax.memory.state import MemoryState
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.table import task_grid
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
 from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import read
+from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import results_of
+from cheem_jax.run.session import Session
+from cheem_jax.run_config import RunInputs
 from cheem_jax.serve import Limits
 
 NAME = small.TIMM_NAME
@@ -521,13 +524,16 @@ def test_an_interrupted_task_can_be_forgotten(copied, memory):
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
     assert cheem_jax.open(copied).info()["learning"]["name"] == "fourth"
+    # a killed process leaves these files, and `cheem report` writes the page
+    partial = next(copied.glob("generation-*")) / "cheem" / ".003-fourth.123-0.partial"
+    partial.mkdir()
+    names = (".status.json", ".config.json.123.tmp", "report.html")
+    for file in (*(copied / name for name in names), partial / "task.json"):
+        file.write_text("fourth")
     assert memory.forget("fourth").removed == ()
     assert memory.info()["learning"] is None and contents(copied) == before
-    assert not [
-        f
-        for f in copied.rglob("*")
-        if f.is_file() and b"fourth" in f.read_bytes() and f.name != "metrics.jsonl"
-    ]
+    assert not [f for f in copied.rglob("*") if "fourth" in f.name]
+    assert not [f for f in copied.rglob("*") if f.is_file() and b"fourth" in f.read_bytes()]
 
 
 def test_a_lost_task_and_a_corrupted_record_are_reported_before_anything_changes(copied):
@@ -568,6 +574,8 @@ def test_a_network_that_computes_no_numbers_answers_nothing(learned):
     for answer in broken(STREAM.tasks[1].test.images[:2]):
         assert answer.task == "task1" and answer.label is None and answer.guesses == ()
         assert "NaN" not in json.dumps(answer.to_json())
+    far = Prediction(near=(NearTask("task1", float("inf")), NearTask("task2", float("nan"))))
+    assert [near["distance"] for near in far.to_json()["near"]] == [None, None]
 
 
 @pytest.mark.parametrize("erase", [False, True])
@@ -962,6 +970,29 @@ def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copie
     assert memory.info()["learning"] is None
 
 
+def test_the_disk_space_for_an_extension_counts_the_full_experts_of_the_task(tmp_path, monkeypatch):
+    method = dataclasses.replace(small.QUICK, sampling="anchored")
+    memory = begin(tmp_path / "pets", method=method)
+    full = small.grown(memory.internal, "full", ["new"] * 4)
+    folder = save_memory_task(memory.root, full, 0, method.ops.rank)
+    Record(memory.directory).write("learned", method="cheem", report={"index": 0})
+    needed = []
+
+    def refuse(self, num_bytes, what):
+        needed.append(num_bytes)
+        raise ValueError("no room")
+
+    monkeypatch.setattr(Session, "check_room", refuse)
+    images = dataclasses.replace(small.task("photos", 0), classes=("a", "b", "c"))
+    with pytest.raises(ValueError, match="no room"):
+        memory.learn(images, extend="full")
+    experts = [stored.params for stored in full.added(0).values()]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(experts))
+    # the task, and two rolling checkpoints with two moments
+    assert needed[0] >= 7 * size
+    assert needed[0] >= sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
 def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone(copied, memory):
     task = dataclasses.replace(memory.internal.tasks[2], statistics={})
     shutil.rmtree(copied / "generation-0001" / "cheem" / "002-task2")
@@ -1275,6 +1306,89 @@ def test_a_run_answers_and_a_new_memory_can_begin_with_it(tmp_path):
         cheem_jax.begin_with(tmp_path / "again", tmp_path / "pets")
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of three tasks, next to its weights."""
+    folder = tmp_path_factory.mktemp("run")
+    pretrained = load_pretrained(NAME, weights=small.save_weights(folder))
+    run_stream(STREAM, pretrained, RunConfig(small.QUICK, "quick"), folder / "run", Progress())
+    return folder / "run"
+
+
+def test_accuracies_on_validation_images_are_not_those_of_a_memory(run, tmp_path):
+    weights = run.with_name("weights.safetensors")
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    file = copied / "config.json"
+    for measured_on, num in (("validation", 0), ("test", 3)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"measured_on": measured_on}))
+        memory = cheem_jax.begin_with(tmp_path / measured_on, copied, weights=weights)
+        events = [entry["event"] for entry in read(memory.directory)]
+        assert (events.count("learned"), events.count("evaluated")) == (3, num)
+
+
+@pytest.mark.parametrize("upright", [True, False])
+def test_a_run_of_rotated_images_rotates_the_images_that_it_predicts(run, tmp_path, upright):
+    for number in range(20):
+        file = tmp_path / "photos" / f"c{number % 2}" / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(stored(four_colours(8, 8), 6))
+    stream = load_stream(tmp_path, ["photos"], image_size=8, upright=upright)
+    weights = run.with_name("weights.safetensors")
+    config = RunConfig(small.QUICK, "quick")
+    inputs = RunInputs(stream, load_pretrained(NAME, weights=weights), None, config)
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    begin, *entries = read(copied)
+    assert begin["upright"] is False
+    Record(copied).replace([begin | {"upright": inputs.settings()["upright"]}, *entries])
+    assert cheem_jax.open(copied, weights=weights).config.upright is upright
+    memory = cheem_jax.begin_with(tmp_path / "pets", copied, weights=weights)
+    assert memory.config.upright is upright
+
+
+def test_a_memory_begins_with_the_tasks_that_a_run_in_progress_had(run, tmp_path, monkeypatch):
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    record = (copied / "metrics.jsonl").read_text()
+    Record(copied).keep(lambda entry: entry["event"] != "evaluated" or entry["index"] < 2)
+    last = copied / "checkpoints" / "cheem" / "002-task2"
+    shutil.move(last, tmp_path)
+
+    def learn_another(file, pretrained):
+        shutil.copytree(tmp_path / last.name, last)
+        (copied / "metrics.jsonl").write_text(record)
+        save_converted(file, pretrained)
+
+    monkeypatch.setattr("cheem_jax.memory.making.save_converted", learn_another)
+    weights = run.with_name("weights.safetensors")
+    memory = cheem_jax.begin_with(tmp_path / "pets", copied, weights=weights)
+    assert [task.name for task in memory.tasks] == list(memory.config.tasks) == ["task0", "task1"]
+    events = [entry["event"] for entry in read(memory.directory)]
+    assert (events.count("learned"), events.count("evaluated")) == (2, 2)
+
+
+def test_a_memory_begins_with_a_run_of_another_pixel_scale_or_leaves_nothing(
+    run, tmp_path, monkeypatch
+):
+    copied, carrying = Path(shutil.copytree(run, tmp_path / "run")), tmp_path / "with.safetensors"
+    file = copied / "config.json"
+    unit = {"pixels": [[0.0] * 3, [1.0] * 3]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | unit))
+    pretrained = load_pretrained(NAME, weights=run.with_name("weights.safetensors"))
+    means = base_means(small.backbone(), STREAM.tasks[0].val.images)
+    save_converted(carrying, dataclasses.replace(pretrained, base_means=means))
+    memory = cheem_jax.begin_with(tmp_path / "pets", copied, weights=carrying)
+    config = cheem_jax.open(tmp_path / "pets").pretrained.config
+    assert (config.mean, config.std) == ((0, 0, 0), (1, 1, 1))
+    assert not memory.pretrained.base_means
+
+    def save_others(file, pretrained):
+        save_converted(file, dataclasses.replace(pretrained, sha256="1" * 64))
+
+    monkeypatch.setattr("cheem_jax.memory.making.save_converted", save_others)
+    with pytest.raises(ValueError, match="was learned with weights of SHA-256"):
+        cheem_jax.begin_with(tmp_path / "other", copied, weights=carrying)
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.full
 def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_carry_some(tmp_path):
     lacking, carrying = small.save_weights(tmp_path), tmp_path / "with.safetensors"
@@ -1379,6 +1493,7 @@ def test_a_corrupted_task_is_named_and_the_others_can_answer(copied, learned):
     usable = cheem_jax.open(copied, usable=True)
     assert [task.name for task in usable.tasks] == ["task0", "task2"]
     assert list(usable.lost or {}) == ["001-task1"]
+    assert usable.info()["forgotten"] == []
     assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
     np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
     with pytest.raises(ValueError, match="opened with usable"):
@@ -1394,11 +1509,35 @@ def test_a_missing_task_is_named_and_the_others_can_answer(copied, learned):
     usable = cheem_jax.open(copied, usable=True)
     assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
     assert usable.lost == {"001": "its directory is missing; restore it from a copy"}
+    info = usable.info()
+    assert info["forgotten"] == [] and all(task["bytes"] > 0 for task in info["tasks"])
     np.testing.assert_array_equal(given(usable, "task2"), logits)
     shutil.rmtree(root / "002-task2")
     usable.refresh()
     assert [task.name for task in usable.tasks] == ["task0"]
     assert list(usable.lost or {}) == ["001", "002"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_missing_task_of_a_run_is_named_and_the_others_can_answer(run, tmp_path, number):
+    weights = run.with_name("weights.safetensors")
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(copied / "checkpoints" / "cheem" / f"00{number}-task{number}")
+    with pytest.raises(ValueError, match=f"lacks learned tasks, the first is 'task{number}'"):
+        cheem_jax.open(copied, weights=weights)
+    usable = cheem_jax.open(copied, weights=weights, usable=True)
+    remaining = [f"task{other}" for other in range(3) if other != number]
+    assert [task.name for task in usable.tasks] == remaining
+    assert usable.lost == {f"00{number}": "its directory is missing; restore it from a copy"}
+
+
+def test_a_run_in_progress_opens_with_its_finished_tasks(run, tmp_path):
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    # task2 is in the record as learned, and its checkpoint is not complete yet
+    Record(copied).keep(lambda entry: entry["event"] != "evaluated" or entry["index"] < 2)
+    shutil.rmtree(copied / "checkpoints" / "cheem" / "002-task2")
+    memory = cheem_jax.open(copied, weights=run.with_name("weights.safetensors"))
+    assert [task.name for task in memory.tasks] == ["task0", "task1"]
 
 
 def test_a_usable_memory_follows_the_changes_of_other_processes(copied):

@@ -25,11 +25,12 @@ from cheem_jax.memory import TaskScore
 from cheem_jax.report import finished
 from cheem_jax.report.live import line
 from cheem_jax.report.memories import num_forgotten
-from cheem_jax.report.page.assemble import architectures, page
+from cheem_jax.report.page import assemble
+from cheem_jax.report.page.assemble import architectures, page, refresh_page
 from cheem_jax.report.page.charts import pool_growth
-from cheem_jax.report.status import read_snapshot
+from cheem_jax.report.status import read_owner, read_snapshot
 from cheem_jax.report.tensorboard import NAME
-from cheem_jax.run.directory import OWNER
+from cheem_jax.run.directory import OWNER, hold
 from cheem_jax.run.progress import Progress
 
 METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
@@ -148,10 +149,15 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     assert (
         "Not measured after the last task, and displayed as –: T2 task1;" in text
     )  # and no longer T1
+    memory.store_scores([TaskScore("task2", 30, 0.0, 1.0, 1.0, 0.1)])
+    average = f"{100 * sum(learned) / 3:.1f}"
+    assert f"Right after learning{average} %" in parsed(directory).text
+    assert f"right after learning {average} %" in line(read_snapshot(directory, 0.0))
     memory.store_scores(
         [TaskScore("task1", 20, 0.2, 0.5, 0.5, 0.1), TaskScore("task2", 30, 0.75, 1.0, 1.0, 0.1)]
     )
     page = parsed(directory)
+    results = read_snapshot(directory, 0.0).results
     forgetting = (
         100 * sum(max(was - now, 0) for was, now in zip(learned, (0.1, 0.2), strict=False)) / 2
     )
@@ -163,6 +169,7 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
     assert (
         "not measured" not in page.text.lower().split("gaps were")[0].split("cells on or below")[0]
     )
+    assert results["learned_accuracy"] == learned, "and not the accuracy of cheem evaluate"
     # over 40, 20 and 30 images: (0.1 * 40 + 0.2 * 20 + 0.75 * 30) / 90
     assert f"CHEEM35.033.9–75.0{forgetting:.1f}" in page.text
     rows = [
@@ -190,13 +197,39 @@ def test_after_evaluating_all_tasks_the_page_and_the_view_agree_on_every_number(
 
 def test_a_memory_that_another_process_works_on_is_not_said_to_be_stopped(moment):
     directory = moment("half")
-    (directory / OWNER).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    pid = os.getppid()
+    (directory / OWNER).write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
     text = parsed(directory).text
-    assert f"Process {os.getpid()} on {socket.gethostname()} is learning 'task9' now" in text
+    assert f"Process {pid} on {socket.gethostname()} is learning 'task9' now" in text
     assert "Stopped" not in text
     (directory / "results.json").unlink()
-    with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is learning 'task9' now"):
+    with pytest.raises(ValueError, match=rf"process {pid} on .* is learning 'task9' now"):
         page([directory], images=False)
+
+
+def test_the_page_of_a_memory_is_written_under_its_lock_and_not_about_its_writer(
+    moment, monkeypatch
+):
+    directory = moment("half")
+    owners = []
+
+    def refreshed(directory):
+        owners.append(read_owner(directory))
+        refresh_page(directory)
+
+    monkeypatch.setattr(assemble, "refresh_page", refreshed)
+    assemble.refresh_memory_page(directory)
+    file = directory / assemble.PAGE
+    assert [owner is not None and owner.is_self for owner in owners] == [True]
+    assert read_owner(directory) is None
+    assert "Stopped while learning" in file.read_text() and "works on it" not in file.read_text()
+    file.unlink()
+    with hold(directory):  # as by another process, which forgets a task
+        assemble.refresh_memory_page(directory)
+    assert not file.exists() and len(owners) == 1
+    shutil.rmtree(directory)
+    assemble.refresh_memory_page(directory)
+    assert not directory.exists()
 
 
 def test_tasks_forgotten_together_all_count():

@@ -326,3 +326,12 @@ def test_folders_that_the_environment_names(here, monkeypatch):
         assert enable_cache() == here.parent / "compiled functions"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_an_empty_path_is_not_the_working_directory(capsys, tmp_path):
+    with pytest.raises(ValueError, match="'' is an empty path; give a file or folder, or . for"):
+        absolute("")
+    for words in (("predict", tmp_path / "pets", "a.png", ""), ("learn", tmp_path / "pets", "")):
+        status, _, err = cheem(capsys, *words)
+        assert status == 2 and "'' is an empty path" in " ".join(err.split())
+    assert not (tmp_path / "pets").exists()

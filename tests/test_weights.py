@@ -298,6 +298,12 @@ def test_half_precision_params_are_stored_as_they_are_and_loaded_in_float32(tmp_
     assert sizes[0] < 0.55 * sizes[1]
 
 
+def test_converted_weights_of_a_named_backbone_keep_their_pixel_scale(tmp_path, nano):
+    unit = dataclasses.replace(nano.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    save_converted(tmp_path / "unit.safetensors", dataclasses.replace(nano, config=unit))
+    assert load_pretrained("vit_nano", weights=tmp_path / "unit.safetensors").config == unit
+
+
 def test_base_means_keep_their_size_when_the_network_changes_its_own(tmp_path, nano):
     save_converted(tmp_path / "nano.safetensors", nano)
     loaded = load_pretrained("vit_nano", weights=tmp_path / "nano.safetensors", image_size=48)

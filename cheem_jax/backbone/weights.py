@@ -199,9 +199,16 @@ def _from_converted(
     }
     expected = stored
     if named is not None:
-        # the file's head can have any number of classes, unless the backbone has no head
+        # The file's head can have any number of classes, unless the backbone has no head. The
+        # memory of a run with another pixel scale stores the weights with this scale.
         classes = stored.num_classes if named.num_classes else 0
-        expected = dataclasses.replace(named, image_size=stored.image_size, num_classes=classes)
+        expected = dataclasses.replace(
+            named,
+            image_size=stored.image_size,
+            num_classes=classes,
+            mean=stored.mean,
+            std=stored.std,
+        )
     check_params(expected, params)
     if expected != stored or (named is None and stored.name != backbone):
         raise ValueError(

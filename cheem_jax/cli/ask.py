@@ -20,11 +20,11 @@ import tyro
 from cheem_jax.cli.info import print_grid
 from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.core.interruption import Stopped
-from cheem_jax.core.paths import printable, shown
+from cheem_jax.core.paths import absolute, printable, shown
 from cheem_jax.memory.data import list_images
 from cheem_jax.memory.predictor import FilePrediction, Prediction, Predictor, predict_files
 from cheem_jax.report.grid import Grid
-from cheem_jax.report.page.assemble import refresh_page
+from cheem_jax.report.page.assemble import refresh_memory_page
 from cheem_jax.run.progress import Progress, Terminal, on_screen
 from cheem_jax.serve import Limits
 
@@ -124,16 +124,19 @@ def predict_images(settings: Predict) -> int:
 
 
 def _find_images(sources: tuple[str, ...]) -> tuple[list[str | bytes], list[FilePrediction]]:
-    """Return the file names or contents of all images, and the sources that cannot be read."""
+    """Return the file names or contents of all images, and the sources that cannot be read. Raises
+    ValueError for an empty source, such as an unset variable of a shell."""
     files = list[str | bytes]()
     unreadable = list[FilePrediction]()
     for source in sources:
+        if not source:
+            absolute(source)  # raises
         for place in _read_standard_input() if source == "-" else [source]:
             if isinstance(place, bytes):
                 files.append(place)
                 continue
             try:
-                images, notes = list_images(Path(place))
+                images, notes = list_images(place)
             except (ValueError, OSError) as error:
                 reason = str(error).removeprefix(f"{place}: ")
                 unreadable.append(FilePrediction(place, Prediction(error=reason)))
@@ -186,7 +189,7 @@ class Evaluate(OfData, Answering):
     split: Literal["test", "val", "train"] = "test"
     """Split to measure on. For data without a test split, `test` consists of the images that were
     held out when the task was learned from these data, or of all images if it was learned from
-    other data."""
+    other data. An extension cuts no test images from its data, so these are measured whole."""
     open_set: float | None = None
     """Share of a task's images that can be rejected, as for `cheem predict`; a rejected image
     counts as wrong."""
@@ -214,7 +217,7 @@ def evaluate_memory(settings: Evaluate) -> None:
     if is_default and not memory.is_run and not memory.lost:
         try:
             memory.store_scores(scores)
-            refresh_page(memory.directory)
+            refresh_memory_page(memory.directory)
         except (OSError, ValueError) as error:
             progress.say(f"note: these scores cannot be saved for `cheem report` ({error})")
     if settings.json:

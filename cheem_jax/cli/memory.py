@@ -30,7 +30,7 @@ from cheem_jax.memory.forgetting import PoolPosition, RetainedExpert
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import read_base_task
 from cheem_jax.memory.predictor import Predictor
-from cheem_jax.report.page.assemble import refresh_page
+from cheem_jax.report.page.assemble import refresh_memory_page
 from cheem_jax.run.differences import Leaf, find_differences
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.fingerprint import digest
@@ -198,7 +198,7 @@ def learn_tasks(settings: Learn) -> None:
         if fresh:
             remove_empty(memory.directory)
         raise
-    refresh_page(memory.directory)
+    refresh_memory_page(memory.directory)
     place = shown(memory.directory)
     names = ", ".join(task.name for task in memory.tasks)
     progress.say(
@@ -324,7 +324,7 @@ def forget_tasks(settings: Forget) -> None:
     memory = open_memory(settings.memory)
     forgotten = memory.forget(*settings.tasks, erase=settings.erase)
     if memory.tasks:
-        refresh_page(memory.directory)
+        refresh_memory_page(memory.directory)
     if settings.json:
         report = {
             "tasks": settings.tasks,

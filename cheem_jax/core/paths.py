@@ -23,10 +23,14 @@ def absolute(path: str | os.PathLike[str], start: Path | None = None) -> Path:
 
     Symbolic links are resolved only if the path contains `..`, whose meaning after a link depends
     on the file system. The path does not have to exist. Relative paths are relative to `start`, by
-    default the working directory. Raises ValueError for a URL, and for `~` if the home folder is
-    unknown.
+    default the working directory. Raises ValueError for an empty path, for a URL, and for `~` if
+    the home folder is unknown.
     """
     text = os.fspath(path)
+    if not text:
+        raise ValueError(
+            "'' is an empty path; give a file or folder, or . for the working directory"
+        )
     if url := _URL.fullmatch(text):
         raise ValueError(_refusal(url[1].lower(), url[2]))
     expanded = os.path.expanduser(text)

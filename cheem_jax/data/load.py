@@ -106,6 +106,7 @@ def load_tasks(
             "skipped": plan.skipped,
             "cut": plan.cut,
             "class_split": plan.class_split,
+            "upright": plan.upright,
         }
         facts["purpose"] = plan.purpose if only is None else "measure"
         return Task(plan.name, plan.classes, **splits, **facts)

@@ -111,6 +111,8 @@ class Task:
     class_split: ClassSplit | None = None
     """The division of classes that produced this task; None if the classes of the data set are not
     divided."""
+    upright: bool = False
+    """Whether the images were rotated by their EXIF orientation."""
 
     @property
     def splits(self) -> dict[str, Split]:

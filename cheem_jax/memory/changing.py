@@ -14,6 +14,7 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.compilation import Mark, add_costs
 from cheem_jax.memory.contents import BASE, MemoryConfig
 from cheem_jax.memory.data import Data, read_tasks
+from cheem_jax.memory.directory import remove_interrupted
 from cheem_jax.memory.extending import absent_classes, label_among
 from cheem_jax.memory.forgetting import Forgotten, forget
 from cheem_jax.memory.learning import LearnerSetup, extend, learn
@@ -207,7 +208,12 @@ def learn_task(
     learner = setup.learner(before)
     # a refusal must not leave an interrupted task behind
     session.check_stop()
-    session.check_room(learner.bytes_needed(task), f"task {task.name!r}")
+    needed = (
+        learner.bytes_to_extend(task, state.index(task.name))
+        if is_extension
+        else learner.bytes_needed(task)
+    )
+    session.check_room(needed, f"task {task.name!r}")
     state = state.write(
         learning={"name": task.name, "number": number, "data_sha256": data_sha256},
         tasks=tuple(dict.fromkeys((*state.names, task.name))),
@@ -295,7 +301,10 @@ def forget_tasks(
             lambda entry: entry["event"] != "learned" or entry["report"]["index"] < num_learned
         )
     if not saved:
-        return (state if interrupted is None else state.end_learning()), result
+        if interrupted is not None:
+            remove_interrupted(state.directory, state.root)
+            state = state.end_learning()
+        return state, result
     data, extended = (
         {name: value for name, value in values.items() if name not in saved}
         for values in (state.config.data_sha256, state.config.extended)

@@ -12,7 +12,7 @@ from typing import Any
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.core.npz import read_tensors
 from cheem_jax.core.settings import SeedsConfig, fits
-from cheem_jax.run.checkpoint import check_task, saved_tasks
+from cheem_jax.run.checkpoint import check_task, numbered_tasks, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read, read_object
 
@@ -170,10 +170,14 @@ def describe(
 ) -> dict[str, Any]:
     """Build the JSON values that `cheem info` displays; sizes are in bytes on disk."""
     # Keyed by task number. A task can be absent, because another process can remove its folder.
-    sizes = {number: _bytes_below(folder) for number, folder in enumerate(saved_tasks(root))}
+    sizes = {number: _bytes_below(folder) for number, folder in numbered_tasks(root).items()}
     reports = {}
     with contextlib.suppress(OSError, ValueError):  # a corrupted record is ignored
         reports = {report["name"]: report for report in _reports(directory)}
+    # The key of a lost task begins with its number. Lost placeholders of forgotten tasks also count
+    # as forgotten.
+    numbers = (folder.partition("-")[0] for folder in lost or {})
+    lost_numbers = {int(number) for number in numbers if number.isdigit()}
     used = [{0, *(task["experts"][block] for task in tasks)} - {None} for block in range(len(pool))]
     return {
         "directory": str(directory),
@@ -197,7 +201,7 @@ def describe(
             }
             for task in tasks
         ],
-        "forgotten": sorted(set(forgotten) - set(config.replaced)),
+        "forgotten": sorted(set(forgotten) - lost_numbers - set(config.replaced)),
         "pool": pool,
         "candidates": [sorted(block) for block in used],
     }

@@ -87,7 +87,7 @@ def decode(
     return tasks
 
 
-def list_images(path: Path) -> tuple[list[str], list[str]]:
+def list_images(path: str | Path) -> tuple[list[str], list[str]]:
     """Return the paths of all images in a folder and its subfolders, and notes on other files. If
     `path` is a file, return only this path, without notes.
 
@@ -102,7 +102,7 @@ def list_images(path: Path) -> tuple[list[str], list[str]]:
             f"{str(path)!r} contains no images; give an image file or a folder of images"
             f"{listing.message()}"
         )
-    return [str(path / name) for name in listing.images], listing.notes()
+    return [str(Path(path) / name) for name in listing.images], listing.notes()
 
 
 class NamedFiles(FolderFiles):

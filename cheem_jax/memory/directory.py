@@ -111,9 +111,7 @@ def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemo
 
     `memory` is the memory without these tasks. Repeating the call changes nothing.
     """
-    for file in directory.glob(".*.tmp"):
-        if re.fullmatch(r"\..+\.\d+\.tmp", file.name):  # unfinished files of a killed process
-            file.unlink(missing_ok=True)
+    remove_temporary(directory)
     entries = read(directory)
     names = {(report["index"], report["name"]) for report in _reports(entries)}
     for task in config.forgetting or ():
@@ -129,6 +127,23 @@ def remove_forgotten(directory: Path, config: MemoryConfig, memory: InternalMemo
     for name in DERIVED:
         remove(directory / name)
     write_results(directory)
+
+
+def remove_temporary(directory: Path) -> None:
+    """Remove the unfinished files of a killed process."""
+    for file in directory.glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.\d+\.tmp", file.name):
+            file.unlink(missing_ok=True)
+
+
+def remove_interrupted(directory: Path, root: Path) -> None:
+    """Remove the files with the name of an interrupted task, except `config.json`, the record and
+    the rolling checkpoint. `root` is the folder of the checkpoints."""
+    remove_temporary(directory)
+    for name in (".status.json", "report.html"):
+        remove(directory / name)
+    for remainder in root.glob(".*.partial"):
+        remove(remainder)
 
 
 def _reports(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -153,18 +153,25 @@ def _check_sizes(repository: str, sizes: Mapping[str, int], num_free: int) -> No
 def model_card(memory: OpenMemory, repository: str, license: str | None = None) -> str:
     """Return the model card as Markdown: tasks, accuracies and the commands to use the memory."""
     config = memory.config
+    entries = read(memory.directory)
     evaluated = {
         entry["index"]: entry["methods"]["cheem"]
-        for entry in read(memory.directory)
+        for entry in entries
         if entry["event"] == "evaluated"
     }
+    reports = (entry["report"] for entry in entries if entry["event"] == "learned")
+    # an extension without test images is measured on validation images
+    on_validation = {one["index"] for one in reports if one.get("tested_on") == "validation"}
     rows = []
     for index, task in enumerate(memory.tasks):
         shares = (
             evaluated[index][kind][index] if index in evaluated else None
             for kind in ("accuracy", "local_accuracy")
         )
-        cells = ("not measured" if share is None else f"{100 * share:.1f} %" for share in shares)
+        mark = "*" if index in on_validation else ""
+        cells = (
+            "not measured" if share is None else f"{100 * share:.1f} %{mark}" for share in shares
+        )
         classes = ", ".join(task.classes[:20]) + (", ..." if len(task.classes) > 20 else "")
         rows.append((task.name, f"{len(task.classes)}: {classes}", *cells))
     header = {
@@ -175,6 +182,7 @@ def model_card(memory: OpenMemory, repository: str, license: str | None = None) 
     # JSON is valid YAML
     fields = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())
     table = Grid("", ("task", "classes", "accuracy", "task ID given"), tuple(rows), 2).to_markdown()
+    note = " (* on validation images)" if on_validation else ""
     learned = f"a frozen {config.backbone} at {config.image_size} pixels with experts for"
     return f"""---
 {fields}
@@ -189,7 +197,7 @@ It contains no images.
 
 {table}
 
-Accuracy is measured on the test images of each task, right after learning the task.
+Accuracy is measured on the test images of each task, right after learning the task{note}.
 
 ```console
 $ cheem pull {repository} MEMORY

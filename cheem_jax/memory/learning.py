@@ -10,17 +10,18 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.heads import grow_head
 from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.cheem.expert_memory import task_network
+from cheem_jax.cheem.expert_memory import router_arrays, task_network
 from cheem_jax.cheem.learner import Cheem, Learning, expected_seconds, fits_of
 from cheem_jax.cheem.training import SupernetFit
 from cheem_jax.core.architecture import Choice, encode
-from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.metrics import fit_temperature
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import (
@@ -32,7 +33,7 @@ from cheem_jax.core.pool import (
     compute_logits,
     grow,
 )
-from cheem_jax.core.routing import calibrate, centroid_distances
+from cheem_jax.core.routing import NUM_QUANTILES, calibrate, centroid_distances
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine.choice import EngineConfig
@@ -262,6 +263,32 @@ class MemoryLearner(Cheem):
             statistics=class_statistics(features, task.train.labels, len(task.classes)),
         )
         self.features.forget(task)
+
+    def bytes_needed(self, task: Task) -> int:
+        """Estimate the disk space for learning a task, with the statistics of its classes."""
+        return super().bytes_needed(task) + self._bytes_of_statistics(len(task.classes))
+
+    def bytes_to_extend(self, task: Task, index: int) -> int:
+        """Estimate the disk space for extending the task at `index` by `task`, which has all
+        classes.
+
+        The parameters are those of the extended task's experts, which can be full, and of its
+        padded head. As in `bytes_needed`, they are in the checkpoint, and with Adam's moments in
+        two rolling checkpoints. The router keeps its centroids and adds those of the new images.
+        """
+        before = self.memory.tasks[index]
+        experts = [stored.params for stored in self.memory.added(index).values()]
+        num = sum(leaf.size for leaf in jax.tree.leaves(experts))
+        num += (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
+        router = self.router_numbers(task) + sum(array.size for array in router_arrays(before))
+        statistics = self._bytes_of_statistics(len(task.classes))
+        return 4 * ((2 * 3 + 1) * num + router) + statistics
+
+    def _bytes_of_statistics(self, num_classes: int) -> int:
+        """Return the size of a task's mean CLS tokens, class statistics and router distances."""
+        width, depth = self.executor.config.width, self.executor.config.depth
+        num = (depth + num_classes) * width + width * (width + 1) // 2 + NUM_QUANTILES
+        return 4 * num + 8 * num_classes  # counts are int64
 
     def extend(self, task: Task, index: int, num_before: int, session: Session) -> dict[str, Any]:
         """Train a copy of the task at `index` on the images of `task`; return the report.

@@ -63,7 +63,7 @@ def create(
     left behind.
 
     Args:
-        weights: file or folder of the backbone's weights; see `load_pretrained`.
+        weights: file of the backbone's weights; see `load_pretrained`.
         preset: settings of CHEEM. With `auto`, training images are augmented, the number of epochs
             depends on the task, and the router on the backbone (see `cheem.config.auto` and
             `auto_router`). `paper` decodes images as stored; other presets rotate them according to
@@ -139,6 +139,7 @@ def create(
         checkpoint_folder(partial, 1).mkdir(parents=True)
         Record(partial).write("run", **_describe(settings, pretrained))
         write_config(partial, settings)
+        open_memory(partial, engine=engine)  # raises before the folder has its name
     return open_memory(directory, engine=engine)
 
 
@@ -214,6 +215,7 @@ def begin_with(
         raise ValueError(
             f"{str(run)!r} is already a memory; copy its folder, or learn new tasks in it"
         )
+    names = tuple(task.name for task in source.tasks)
     values = read_config(source.directory)
     method = source.config.method
     means_sha256 = find_base_means(
@@ -233,7 +235,6 @@ def begin_with(
             f" {source.pretrained.source} lacks; run `cheem convert --base-data` to write weights"
             " with these means, and give them with --weights"
         )
-    names = tuple(task.name for task in source.tasks)
     config = dataclasses.replace(
         source.config,
         preset="auto",
@@ -242,23 +243,29 @@ def begin_with(
         num_learned=len(names),
         begun_with_sha256=fingerprint.digest(values),
     )
+    num = len(names)
+    # accuracies on validation images are not those of a memory, which are on test images
+    is_tested = values.get("measured_on", "test") == "test"
     entries = []
+    # a run in progress can have learned further tasks since it was opened
     for entry in read(source.directory):
         if entry["event"] == "learned" and entry["method"] == "cheem":
-            entries.append(entry)
-        if entry["event"] == "evaluated":
+            if entry["report"]["index"] < num:
+                entries.append(entry)
+        if entry["event"] == "evaluated" and is_tested and entry["index"] < num:
             methods = {"cheem": entry["methods"]["cheem"]}
             entries.append({**entry, "methods": methods, "checkpoints": {}})
     with new_directory(directory) as partial:
         save_converted(partial / WEIGHTS, source.pretrained)
         root = checkpoint_folder(partial, 1)
         root.mkdir(parents=True)
-        for task in saved_tasks(source.root):
+        for task in saved_tasks(source.root)[:num]:
             copy_task(task, root / task.name)
         record = Record(partial)
         record.write("run", **_describe(config, source.pretrained))
         record.replace([*read(partial), *entries])
         write_config(partial, config)
+        open_memory(partial, engine=engine)  # raises before the folder has its name
     return open_memory(directory, engine=engine)
 
 
@@ -349,7 +356,10 @@ def _read_run(
     if "pixels" in values:
         mean, std = map(tuple, values["pixels"])
         scaled = dataclasses.replace(pretrained.config, mean=mean, std=std)
-        pretrained = dataclasses.replace(pretrained, config=scaled)
+        if scaled != pretrained.config:
+            # the mean CLS tokens were computed with the pixel scale of pretraining; the run did not
+            # use them
+            pretrained = dataclasses.replace(pretrained, config=scaled, base_means={})
     config = MemoryConfig(
         values["backbone"],
         size,
@@ -361,7 +371,7 @@ def _read_run(
         keeps_base=False,
         base_data_sha256=None,
         begun_with_sha256=None,
-        upright=False,
+        upright=begin.get("upright", False),
         tasks=tuple(values["tasks"]),
         data_sha256=values["data_sha256"],
     )

@@ -12,7 +12,6 @@ from PIL import Image
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.expert_memory import TaskNetworks
-from cheem_jax.cheem.saved_memory import open_memory as open_run
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.interruption import stop_requests
 from cheem_jax.core.paths import absolute
@@ -35,7 +34,7 @@ from cheem_jax.memory.scoring import (
     score_task,
     to_evaluated,
 )
-from cheem_jax.memory.state import MemoryState, read_base, read_state, read_usable
+from cheem_jax.memory.state import MemoryState, read_base, read_run, read_state, read_usable
 from cheem_jax.report.memories import store_evaluated
 from cheem_jax.run.directory import hold
 from cheem_jax.run.fingerprint import digest
@@ -108,13 +107,13 @@ class OpenMemory:
     def refresh(self) -> None:
         """Read the tasks again, because another process can change them.
 
-        Raises ValueError with the name of every corrupted task.
+        Raises ValueError with the name of every corrupted task, and if a task is missing.
         """
         pool = self.executor.base_pool
         if self.lost is not None:
             state, self.lost = read_usable(self.state, pool, self.root if self.is_run else None)
         elif self.is_run:
-            state = dataclasses.replace(self.state, internal=open_run(self.root, pool))
+            state = read_run(self.state, pool, self.root)
         else:
             state = read_state(self.directory, pool)
         self._set(state)

@@ -19,6 +19,7 @@ from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inference
 from cheem_jax.memory.data import ImageInput, NamedFiles
 from cheem_jax.run.method import base_network
+from cheem_jax.run.record import to_json
 
 BATCH_SIZES = (1, 8, 32)
 """Batch sizes for which functions are compiled by default."""
@@ -69,7 +70,7 @@ class Prediction:
         """Return the fields as JSON values."""
         if self.error:
             return {"error": self.error}
-        return {
+        values = {
             "task": self.task,
             "class": self.label,
             "probability": self.probability,
@@ -80,6 +81,7 @@ class Prediction:
             "near": [near._asdict() for near in self.near],
             "blocks": list(self.blocks),
         }
+        return to_json(values)  # a distance that is not finite becomes null
 
 
 class ArrayPredictions(NamedTuple):

@@ -40,7 +40,8 @@ def score_task(
     """Score the predictions for one split of a task; classes are matched by name.
 
     If the data have no test split, the split `test` consists of the images that were held out when
-    the task was learned from these data, or of all images if the task was learned from other data.
+    the task was learned from these data, or of all images if the task was learned from other data,
+    or only extended by these data.
     Raises ValueError if the split has no images, and for classes that the task has not learned.
 
     Args:
@@ -152,7 +153,7 @@ def score_open_set(
     Raises ValueError for a target without calibrated distances, for a folder without images, and
     for images that cannot be read.
     """
-    files = list_images(Path(unknown))[0] if isinstance(unknown, str | Path) else unknown
+    files = list_images(unknown)[0] if isinstance(unknown, str | Path) else unknown
     if not files:
         raise ValueError("no unknown image is given; expected at least one")
     unknown_scores = []

@@ -27,6 +27,7 @@ from cheem_jax.memory.directory import (
     write_generation,
 )
 from cheem_jax.run.checkpoint import load_task
+from cheem_jax.run.record import read
 from cheem_jax.run.rolling import Rolling
 
 
@@ -85,8 +86,12 @@ class MemoryState:
             )
 
     def is_learned(self, name: str, task: Task) -> bool:
-        """Return whether the task `name` was learned or extended from the data of `task`. If so,
-        the test images of `task` were held out from learning."""
+        """Return whether the task `name` was learned or extended from the data of `task`, divided
+        into the same splits. If so, the test images of `task` were held out from learning.
+
+        Data without splits that extended a task do not count: an extension cuts no test
+        images from its data, so `task` has other splits.
+        """
         return fingerprint(dataclasses.replace(task, name=name)) in self.learned_from(name)
 
     def write(self, **changes: Any) -> "MemoryState":
@@ -163,6 +168,32 @@ def read_state(directory: Path, pool: Pool) -> MemoryState:
     return MemoryState(directory, config, internal)
 
 
+def read_run(state: MemoryState, pool: Pool, root: Path) -> MemoryState:
+    """Read the tasks of a run again; `root` is the folder with their checkpoints, and `pool`
+    contains only the backbone's experts.
+
+    Raises ValueError with the name of every corrupted task, and with the name of the first missing
+    one.
+    """
+    num = _num_evaluated(state.directory)
+    internal = open_memory(root, pool)
+    if missing := state.config.tasks[len(internal.tasks) : num]:
+        raise ValueError(
+            f"{root} lacks learned tasks, the first is {missing[0]!r}; restore the folder from a"
+            " copy, or open it with usable (--usable)"
+        )
+    return dataclasses.replace(state, internal=internal)
+
+
+def _num_evaluated(directory: Path) -> int:
+    """Return the number of evaluated tasks of a run.
+
+    A run evaluates a task after it has saved the task, so a run in progress has at least this
+    number of checkpoints if the number is read before the checkpoints.
+    """
+    return sum(entry["event"] == "evaluated" for entry in read(directory))
+
+
 def read_usable(
     state: MemoryState, pool: Pool, run_root: Path | None = None
 ) -> tuple[MemoryState, dict[str, str]]:
@@ -174,7 +205,7 @@ def read_usable(
     `open_usable`.
     """
     if run_root is not None:
-        internal, lost = open_usable(run_root, pool)
+        internal, lost = open_usable(run_root, pool, _num_evaluated(state.directory))
         return dataclasses.replace(state, internal=internal), lost
     while True:
         config = parse_config(read_config(state.directory), state.directory)

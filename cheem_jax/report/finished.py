@@ -137,7 +137,7 @@ def _read_one(directory: Path) -> RunRecord | str:
     config = read_object(directory / NAME)
     has_results = (directory / "results.json").exists()
     if is_memory(config) and (config.get("forgetting") or not has_results):
-        if (owner := read_owner(directory)) is not None:
+        if (owner := read_owner(directory)) is not None and not owner.is_self:
             return f"a memory, no task is measured yet; {owner.activity(config)}"
         return f"a memory, {interrupted_work(config, directory) or 'no task is measured yet'}"
     if not has_results:

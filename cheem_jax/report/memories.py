@@ -10,7 +10,7 @@ import numpy as np
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json, matrix_to_json
-from cheem_jax.run.record import read_object
+from cheem_jax.run.record import read_object, to_json
 from cheem_jax.run.results import Results, averages, num_tested
 
 FORGOTTEN = "forgotten"
@@ -78,7 +78,8 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
 
     Forgetting is the drop from the highest accuracy since the task was learned. If `cheem evaluate`
     used other images of a task, only one entry of the task's row in the routing matrix remains: the
-    share of these images for which the router inferred the right task ID.
+    share of these images for which the router inferred the right task ID. `learned_accuracy` keeps
+    the accuracy of each task right after learning it, because that of the last task is replaced.
     """
     names = [task["name"] for task in results["tasks"]]
     if not measured or not set(measured) & set(names):
@@ -87,6 +88,7 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
         matrix_from_json(results[key]) for key in ("accuracy", "local_accuracy", "routing")
     )
     # the images given to `cheem evaluate` count only in the last row
+    learned = np.diagonal(accuracy).copy()
     num_images = np.tile(num_tested(results["tasks"]), (len(names), 1))
     for index, name in enumerate(names):
         if (one := measured.get(name)) is not None:
@@ -101,6 +103,7 @@ def with_evaluated(results: Results, measured: Mapping[str, Evaluated]) -> dict[
     return {
         **results,
         **{key: matrix_to_json(matrix) for key, matrix in matrices.items()},
+        "learned_accuracy": to_json(learned),
         **averages(accuracy, local, num_images),
         "average_forgetting": _forgetting(accuracy),
         "local_average_forgetting": _forgetting(local),
@@ -172,11 +175,16 @@ def routed_to_forgotten(results: Results) -> bool:
     return any(sum(row) < 1 - 1e-6 for row in rows)
 
 
+def learned_accuracy(results: Results) -> list[float | None]:
+    """Return the accuracy of each task right after learning it; None if it was not measured."""
+    rows = enumerate(results["accuracy"])
+    return results.get("learned_accuracy") or [row[index] for index, row in rows]
+
+
 def after_learning(results: Results) -> tuple[float | None, int]:
     """Return the average accuracy right after learning, and the number of tasks in this average."""
-    measured = np.diagonal(matrix_from_json(results["accuracy"]))
-    measured = measured[~np.isnan(measured)]
-    return (float(measured.mean()) if len(measured) else None), len(measured)
+    measured = [value for value in learned_accuracy(results) if value is not None]
+    return (float(np.mean(measured)) if measured else None), len(measured)
 
 
 def origin_name(origin: int | str) -> str:

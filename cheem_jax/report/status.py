@@ -28,6 +28,12 @@ class Owner(NamedTuple):
     host: str
     since: float
 
+    @property
+    def is_self(self) -> bool:
+        """Whether this process is the owner. It locks a memory while it writes the page of the
+        memory, and the page is about the other work."""
+        return (self.pid, self.host) == (os.getpid(), socket.gethostname())
+
     def activity(self, config: Mapping[str, Any]) -> str:
         """Describe the activity of the process in a clause; `config` is the configuration of the
         memory."""

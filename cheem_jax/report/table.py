@@ -11,7 +11,7 @@ from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.paths import shown
 from cheem_jax.report.grid import Grid
-from cheem_jax.report.memories import unmeasured
+from cheem_jax.report.memories import learned_accuracy, unmeasured
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.results import Results
 
@@ -131,7 +131,7 @@ def task_grid(results: Results) -> Grid:
                 accuracies.append(last_row(run[key]))
     if unmeasured(results):
         columns.append("after\nlearning\n%")
-        accuracies.append([row[index] for index, row in enumerate(results["accuracy"])])
+        accuracies.append(learned_accuracy(results))
     compared = [task.get("frozen_head") for task in results["tasks"]]
     if any(compared):
         columns += ["network\nval\n%", "frozen\nval\n%"]

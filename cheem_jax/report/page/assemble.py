@@ -1,5 +1,6 @@
 """Assemble the HTML page from the headline and the sections of each run, using the template."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -35,6 +36,7 @@ from cheem_jax.report.page.examples import examples
 from cheem_jax.report.status import read_owner
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, number, percent
 from cheem_jax.run.differences import NAMED, find_differences, summary
+from cheem_jax.run.directory import NAME, hold
 from cheem_jax.run.record import to_json
 from cheem_jax.run.results import Results
 
@@ -103,6 +105,19 @@ def refresh_page(directory: Path, tests: Mapping[str, Split] | None = None) -> N
         write_atomically(directory / PAGE, text)
     except (ValueError, OSError) as error:
         print(printable(f"note: {PAGE} is not written ({error})"), file=sys.stderr)
+
+
+def refresh_memory_page(directory: Path) -> None:
+    """Write `report.html` of a memory with `refresh_page`, unless another process works on the
+    memory.
+
+    Without the lock, a page with a task could replace the page of a process that has forgotten this
+    task meanwhile.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        if (directory / NAME).exists():  # `hold` would create a removed folder again
+            with hold(directory):
+                refresh_page(directory)
 
 
 def page(
@@ -465,7 +480,7 @@ def _memory_warnings(run: RunRecord) -> list[str]:
     config = run.config
     warnings = []
     later = [name for name in config["tasks"] if name not in run.order]
-    if (owner := read_owner(run.directory)) is not None:
+    if (owner := read_owner(run.directory)) is not None and not owner.is_self:
         activity = owner.activity(config)
         warnings.append(
             f"{activity[0].upper()}{activity[1:]}; all numbers refer to the earlier tasks."
