@@ -4,10 +4,13 @@ here.
 The settings affect results only by rounding.
 """
 
+import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -40,6 +43,12 @@ class Device:
 CPU = Device()
 ACCELERATOR = Device(False, forward_sizes=(256, 512), is_narrow=True)
 
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Files with the memory limit of a container, of cgroups 2 and 1."""
+
 _traced_for: ContextVar[Device | None] = ContextVar("traced_for", default=None)
 
 
@@ -58,6 +67,15 @@ def default_device(*, deterministic: bool = False) -> Device:
     return dataclasses.replace(
         ACCELERATOR, remark=f"attention is XLA's, as cuDNN's does not compile ({problem})"
     )
+
+
+def host_memory() -> int:
+    """Return the bytes of memory of this machine, or of its container if that allows fewer."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            sizes.append(int(file.read_text()))
+    return min(sizes)
 
 
 @functools.cache
