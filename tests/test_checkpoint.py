@@ -108,6 +108,83 @@ def test_a_memory_whose_earlier_task_is_from_another_run_is_refused(tmp_path):
         open_memory(tmp_path, POOL)
 
 
+def with_meta(root, memory, change):
+    """Save a memory whose first task has other metadata, under hashes that fit it."""
+    arrays, meta = load_task(save_memory_task(root / "whole", memory, 0, rank=2))
+    change(meta)
+    meta.pop("format")
+    save_task(root / "changed" / "000-a", arrays, meta)
+    return root / "changed"
+
+
+@pytest.mark.parametrize(
+    ("choices", "changed", "reason"),
+    [
+        ("adapt:0 skip skip skip", "adapt:1 skip skip skip", "adapt:1 is not possible in a pool"),
+        (
+            "reuse:0 new skip skip",
+            "reuse:7 new skip skip",
+            "reuse:7 is not possible in a pool of 1",
+        ),
+        ("reuse:0 new skip skip", "new new skip skip", "experts for blocks .1., but"),
+        (
+            "adapt:0 skip skip skip",
+            "new skip skip skip",
+            "expert 1 of block 0 cannot adapt expert N",
+        ),
+    ],
+)
+def test_a_task_whose_experts_do_not_exist_is_refused(tmp_path, choices, changed, reason):
+    memory = grown(InternalMemory(POOL), "a", choices.split())
+
+    def change(meta):
+        meta["architecture"] = changed.split()
+        if changed.startswith("reuse:7"):
+            meta["experts"][0] = 7
+
+    root = with_meta(tmp_path, memory, change)
+    with pytest.raises(ValueError, match=f"000-a is invalid .*{reason}"):
+        open_memory(root, POOL)
+    usable, lost = open_usable(root, POOL)
+    assert usable.tasks == () and "000-a is invalid" in lost["000-a"]
+
+
+def test_a_task_whose_arrays_have_other_shapes_is_refused(tmp_path):
+    memory = grown(InternalMemory(POOL), "a", ["adapt:0", "new", "skip", "skip"])
+    arrays, meta = load_task(save_memory_task(tmp_path / "whole", memory, 0, rank=2))
+    meta.pop("format")
+    for number, (part, leaf, reason) in enumerate(
+        (
+            (arrays["experts"]["0"], "up", "block 0 has shapes"),
+            (arrays["experts"]["1"], "weight", "block 1 has shapes"),
+            (arrays["head"], "weight", "its head has shape"),
+        )
+    ):
+        whole = part[leaf]
+        part[leaf] = whole[:, :-1]
+        save_task(tmp_path / f"{number}" / "000-a", arrays, meta)
+        part[leaf] = whole
+        with pytest.raises(ValueError, match=f"000-a is invalid .*{reason}"):
+            open_memory(tmp_path / f"{number}", POOL)
+        _, lost = open_usable(tmp_path / f"{number}", POOL)
+        assert reason in lost["000-a"]
+
+
+@pytest.mark.parametrize("parent", [-1, 1, 9, None])
+def test_an_expert_of_a_forgotten_task_with_an_impossible_parent_is_refused(tmp_path, parent):
+    memory = grown(InternalMemory(POOL), "first", ["adapt:0"] * 4, 0)
+    memory = forget(grown(memory, "second", ["adapt:1"] * 4, 1), "first").memory
+    arrays, meta = load_task(save_forgotten(tmp_path / "whole", memory, 0))
+    meta.pop("format")
+    meta["parents"]["2"] = parent
+    save_task(tmp_path / "changed" / "000.forgotten", arrays, meta)
+    save_memory_task(tmp_path / "changed", memory, 0, rank=2)
+    with pytest.raises(ValueError, match="000.forgotten is invalid .expert 1 of block 2 cannot"):
+        open_memory(tmp_path / "changed", POOL)
+    usable, lost = open_usable(tmp_path / "changed", POOL)
+    assert usable.tasks == () and set(lost) == {"000.forgotten", "001-second"}
+
+
 def test_a_task_that_added_no_expert_is_restored(tmp_path):
     memory = grown(InternalMemory(POOL), "easy", ["reuse:0", "skip", "skip", "reuse:0"], 0)
     save_memory_task(tmp_path, memory, 0, rank=2)

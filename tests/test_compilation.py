@@ -9,6 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from cheem_jax.backbone import means
+from cheem_jax.baselines import coda_prompt
+from cheem_jax.core import pool
+from cheem_jax.core.device import deterministic_jit
 from cheem_jax.engine import compilation
 from cheem_jax.engine.compilation import (
     DETERMINISTIC,
@@ -141,6 +145,20 @@ def test_the_compiler_knows_the_options_of_deterministic_runs():
     assert jit_options("float32", True) == jit_options(
         "float32", False
     )  # on a CPU, which needs none
+
+
+def test_functions_without_an_executor_are_deterministic_on_an_accelerator(monkeypatch):
+    options = []
+    monkeypatch.setattr(
+        jax, "jit", lambda function, **given: options.append(given["compiler_options"]) or function
+    )
+    for backend, expected in (("cpu", None), ("gpu", DETERMINISTIC)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        doubled = deterministic_jit(lambda x: 2 * x)
+        assert doubled(3) == doubled(x=3) == 6 and options.pop() is expected
+    assert not options
+    for function in (pool.merge_dense, means._class_tokens, coda_prompt._with_rows):
+        assert function.__code__ is doubled.__code__  # and not a function of `jax.jit`
 
 
 def test_bfloat16_products_keep_the_compilers_own_choice():

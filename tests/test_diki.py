@@ -12,7 +12,12 @@ from baselines import attention, check_method, fresh, learner, linear, mlp, norm
 from scipy.stats import multivariate_normal
 
 from cheem_jax.backbone.config import find_config
-from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.backbone.flops import (
+    backbone_flops,
+    embed_flops,
+    executed_backbone_flops,
+    prefix_flops,
+)
 from cheem_jax.baselines.diki import (
     Diki,
     DikiConfig,
@@ -167,6 +172,19 @@ def test_a_fused_pass_and_three_blocks_with_explicit_attention_are_near_the_pape
     method.layers = find_layers("first8", 12)
     twice = 2 * backbone_flops(vit) - 2 * 196 * 768 * vit.width
     assert method.costs()["flops_method"] == twice
+
+
+def test_both_passes_of_a_backbone_with_attention_pooling_pool(untrained):
+    method: Any = fresh(untrained)
+    method.vit = vit = dataclasses.replace(method.vit, pool="attention")
+    method.config = DikiConfig()
+    method.layers = tuple(range(vit.depth))  # the second pass omits the patch embedding alone
+    method.classes.add("headless", ())
+    result = method.costs()
+    assert result["flops_method"] == 2 * backbone_flops(vit) - embed_flops(vit)
+    prefixes = prefix_flops(vit, method.config.length, vit.depth)
+    twice = 2 * executed_backbone_flops(vit) - embed_flops(vit)
+    assert result["flops_executed"] == twice + prefixes
 
 
 def test_impossible_settings_are_refused_and_thin_covariances_reported(untrained):

@@ -84,10 +84,12 @@ def test_prototypes_are_measured_up_to_a_task_and_synthesised_in_later_subspaces
         measured = prototypes[task][task].astype(np.float64)
         expected = []
         for row in measured:
-            later = prototypes[subspace][task]
+            # the classes of the subspace's task and of all tasks after it
+            later = np.concatenate([one[task] for one in prototypes[subspace:]])
+            new = np.concatenate([one[subspace] for one in prototypes[subspace:]])
             cosines = later @ row / np.linalg.norm(later, axis=1) / np.linalg.norm(row)
             shares = np.exp(cosines) / np.exp(cosines).sum()
-            expected.append(shares @ prototypes[subspace][subspace])
+            expected.append(shares @ new)
         np.testing.assert_allclose(
             in_subspace(prototypes, task, subspace), expected, rtol=1e-4, atol=1e-5
         )

@@ -17,17 +17,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cheem_jax.cheem.config import OpSettings
+from cheem_jax.cheem.expert_memory import ExpertMemory
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network, supernet_score, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
 from cheem_jax.core.ops import Adapt, LowRank, Reuse, trained_params, with_learned
-from cheem_jax.core.pool import dense_experts, grow
+from cheem_jax.core.pool import InternalMemory, dense_experts, grow
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import ProgramCache, Whole
+from cheem_jax.run.method import FrozenFeatures
 
 VIT = small.backbone()
 IMAGES = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
@@ -258,6 +261,18 @@ def test_forward_passes_equal_those_of_the_stages(name, placement):
     for index, walked in result.items():
         close(walked.tokens, wanted[index].tokens, 1e-4)
         close(walked.sums, wanted[index].sums, 1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_executed_flops_count_skipped_branches_only_where_they_run(name):
+    one = executor(name)
+    memory = ExpertMemory(one, FrozenFeatures(one, 8), RouterConfig(), rank=2, batch_size=8)
+    executed = []
+    for texts in (["adapt:0"] * 4, ["adapt:0", "skip", "adapt:0", "skip"]):
+        memory.memory = small.grown(InternalMemory(one.base_pool), "task", texts)
+        executed.append(memory.costs(0)["flops_executed"])
+    whole, skipping = executed
+    assert skipping == whole if name == "scan" else skipping < whole
 
 
 @EACH_PLACEMENT

@@ -39,6 +39,20 @@ def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
     )
 
 
+def test_rates_that_all_end_in_nan_are_refused_with_a_way_out():
+    config = FullFinetuneConfig(epochs=2, learning_rates=(1e30,), batch_size=16)
+    with pytest.raises(FloatingPointError, match="non-finite losses with each .*set smaller ones"):
+        learner(FullFinetune, config).bound(0, small.task("colours", 0), Session())
+
+
+def test_a_network_that_is_wrong_on_all_validation_images_is_a_result(monkeypatch):
+    monkeypatch.setattr(
+        full_finetune, "classes_by_task", lambda features, *_: np.full(len(features), 99)
+    )
+    result = learner(FullFinetune, CONFIG).bound(0, small.task("colours", 0), Session())
+    assert result == (0.0, 0.0, CONFIG.learning_rates[0])
+
+
 def test_no_step_changes_the_pretrained_weights():
     method = learner(FullFinetune, CONFIG)
     before = [np.array(leaf) for leaf in method.executor.leaves]

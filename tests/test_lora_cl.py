@@ -176,3 +176,5 @@ def test_a_task_reports_two_passes_and_its_upper_bound_one():
     assert reports[0]["flops_method"] == 2 * plain + 4 * pair_flops(small.CONFIG, "mlp_down", 2)
     assert reports[1]["flops_method"] == plain
     assert reports[1]["flops_executed"] < reports[0]["flops_executed"]
+    # without a router, nothing is stored for one
+    assert reports[0]["centroid_params"] > 0 and reports[1]["centroid_params"] == 0

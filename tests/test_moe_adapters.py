@@ -124,7 +124,8 @@ def test_training_noise_chooses_other_experts_per_image_and_only_there():
     token = jax.random.normal(jax.random.key(0), (200, 16))
     routers = jnp.zeros((1, 16, 6))
     tasks = jnp.zeros(200, jnp.int32)
-    samples = sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
+    config = dataclasses.replace(CONFIG, batch_size=200)
+    samples = sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, config)
     gates = gate(routers, token, tasks, jax.tree.map(lambda leaf: leaf[0], samples))
     counts = np.bincount(np.asarray(gates.chosen).ravel(), minlength=6)
     assert counts.min() > 40  # 66.7 of 200 each by chance
@@ -134,6 +135,17 @@ def test_training_noise_chooses_other_experts_per_image_and_only_there():
     difference = np.log(gates.weights[:, 0] / gates.weights[:, 1])
     draws = np.sort(0.7031 * np.random.default_rng(0).normal(size=(20_000, 6)), axis=1)
     np.testing.assert_allclose(difference.mean(), (draws[:, -1] - draws[:, -2]).mean(), rtol=0.2)
+
+
+def test_the_noise_of_an_image_does_not_depend_on_the_padding_of_its_batch():
+    noise = jnp.zeros((2, 16, 6))
+    num = CONFIG.batch_size
+    _, normal, is_kept = sample(jax.random.key(1), noise, num, 5, CONFIG)
+    # as on devices that do not divide the batch
+    padded = sample(jax.random.key(1), noise, num + 2, 5, CONFIG)
+    np.testing.assert_array_equal(padded.normal[:, :num], normal)
+    np.testing.assert_array_equal(padded.is_kept[:, :num], is_kept)
+    assert not padded.normal[:, num:].any() and padded.is_kept[:, num:].all()
 
 
 @pytest.mark.full

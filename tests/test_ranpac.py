@@ -15,6 +15,7 @@ from cheem_jax.backbone.config import find_config
 from cheem_jax.baselines import adapters as adapters_module
 from cheem_jax.baselines import ridge as ridge_module
 from cheem_jax.baselines.adapters import adapter_params
+from cheem_jax.baselines.catalogue import make_preset
 from cheem_jax.baselines.ranpac import RanPac, RanPacConfig, pack, unpack
 from cheem_jax.baselines.ridge import lift, one_hot
 from cheem_jax.core.settings import FitConfig
@@ -168,3 +169,8 @@ def test_invalid_settings_are_refused_and_much_memory_is_reported():
     ):
         ranpac.config = dataclasses.replace(CONFIG, hidden=hidden)
         assert ranpac.check(small.stream(2).tasks) == notes
+
+
+def test_every_preset_trains_at_the_rate_of_the_official_code():
+    for preset in ("paper", "quick", "demo"):
+        assert make_preset("ranpac", preset).fit.learning_rate == 0.01

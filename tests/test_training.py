@@ -1,6 +1,7 @@
 """Effects of a step, and fitting."""
 
 import dataclasses
+import os
 import re
 
 import chex
@@ -24,6 +25,7 @@ from cheem_jax.cheem.training import (
     supernet_score,
     train_step,
 )
+from cheem_jax.core import machine
 from cheem_jax.core.architecture import Choice, from_strings
 from cheem_jax.core.device import CPU, Device
 from cheem_jax.core.pool import dense_experts
@@ -373,6 +375,19 @@ def test_if_nothing_else_learns_the_head_alone_is_trained_on_cached_features():
     )
     losses = result.progress.losses
     assert losses[-1] < 0.6 * losses[0] and not result.state.learners
+
+
+def test_memory_is_at_most_a_quarter_of_the_containers(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("missing", "none", "limit")]
+    files[1].write_text("max\n")
+    monkeypatch.setattr(machine, "CONTAINER_LIMITS", files[:2])
+    whole = machine.host_memory()
+    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(machine, "CONTAINER_LIMITS", files)
+    files[2].write_text(f"{2**28}\n")
+    assert machine.host_memory() == 2**28 and memory_budget(None) == 2**26
+    files[2].write_text(f"{2**63}\n")  # as cgroups 1 write no limit
+    assert machine.host_memory() == whole
 
 
 def test_memory_is_a_quarter_of_the_devices_unless_set():

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree, UInt8
 
 from cheem_jax.backbone.vit import ViT, summary
+from cheem_jax.core.device import deterministic_jit
 from cheem_jax.core.images import Images, in_turn
 from cheem_jax.core.ops import Reuse
 
@@ -62,7 +63,7 @@ def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarr
     return {key: (total / count).astype(np.float32) for key, total in totals.items()}
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(deterministic_jit, static_argnums=0)
 def _class_tokens(
     graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]
 ) -> Float[Array, "B 3 L D"]:

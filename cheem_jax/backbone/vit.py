@@ -82,8 +82,8 @@ def linear(
 
 
 def summary(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
-    """Return one token that represents each image: the CLS token, or the mean patch token if there
-    is no CLS token."""
+    """Return one token that represents each image: the CLS token, or the mean of all tokens if
+    there is no CLS token."""
     return tokens[:, 0] if config.pool == "class" else mean_patch(tokens, config)
 
 

@@ -24,6 +24,7 @@ from cheem_jax.backbone.flops import prefix_flops
 from cheem_jax.baselines.baseline import at_least_one, halved
 from cheem_jax.baselines.fitting import learning_only
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
+from cheem_jax.core.device import deterministic_jit
 from cheem_jax.core.settings import FitConfig, check_types
 from cheem_jax.data.task import Task
 
@@ -168,7 +169,7 @@ def component_weights(
     return inner / jnp.sqrt(squares + 1e-24) / jnp.sqrt((keys**2).sum(-1) + 1e-24)
 
 
-@jax.jit
+@deterministic_jit
 def _with_rows(key, before, index, num):
     """Add the rows of task `index` to `before` `[layers, M, F]`: samples of N(0, 1) minus their
     projections on all earlier rows. Each new row is scaled to unit length."""

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 from scipy.linalg import solve_triangular
 
-from cheem_jax.backbone.flops import executed_halves, prefix_flops
+from cheem_jax.backbone.flops import executed_halves, pool_flops, prefix_flops
 from cheem_jax.backbone.vit import SidePrefix, ViT
 from cheem_jax.baselines.baseline import at_least_one, expect, pass_costs
 from cheem_jax.baselines.fitting import Inputs
@@ -182,6 +182,11 @@ class Diki(OwnPrompts):
         attention = 4 * vit.num_tokens**2 * vit.width * len(again) + prefixes
         executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)
         executed += prefixes + len(self.tasks) * vit.width**2  # one triangular system per task
+        # the second pass pools its tokens, too
+        pooled = pool_flops(vit, count_attention=False)
+        linear += pooled
+        attention += pool_flops(vit) - pooled
+        executed += pool_flops(vit)
         num_classes = len(self.classes.classes[-1])
         costs = pass_costs(vit, num_classes, linear=linear, attention=attention, executed=executed)
         return {**costs, "flops_as_printed": costs["flops_method"] + attention}

@@ -4,10 +4,10 @@ Each task trains new adapters, which then stay frozen. The features with the ada
 are a subspace. The prototype of a class in a subspace is the mean of the class's features in this
 subspace. In a new subspace, the features of earlier classes cannot be computed, because images of
 earlier tasks are not stored. The prototype of an earlier class in a new subspace is therefore a sum
-of the new classes' prototypes, weighted by the similarity of these classes to the earlier class in
-the subspace of the earlier class. A prediction runs the image through the backbone with the
-adapters of each task. Zhou et al., "Expandable Subspace Ensemble for Pre-Trained Model-Based
-Class-Incremental Learning", CVPR 2024.
+of the prototypes of the new and all later classes, weighted by the similarity of these classes to
+the earlier class in the subspace of the earlier class. A prediction runs the image through the
+backbone with the adapters of each task. Zhou et al., "Expandable Subspace Ensemble for Pre-Trained
+Model-Based Class-Incremental Learning", CVPR 2024.
 """
 
 import dataclasses
@@ -160,11 +160,16 @@ def in_subspace(
     prototypes: Sequence[Float[np.ndarray, "_ _ D"]], task: int, subspace: int
 ) -> Float[np.ndarray, "C D"]:
     """Return the prototypes of a task's classes in a subspace. In the subspace of a later task,
-    they are synthesised from the prototypes of the later task's classes."""
+    they are synthesised from the prototypes of the classes of that task and of all tasks after it,
+    as in the official code with `recalc_sim`."""
     if subspace <= task:
         return prototypes[task][subspace]
-    later = prototypes[subspace]
-    return synthesised(prototypes[task][task], later[task], later[subspace])
+    later = prototypes[subspace:]
+    return synthesised(
+        prototypes[task][task],
+        np.concatenate([measured[task] for measured in later]),
+        np.concatenate([measured[subspace] for measured in later]),
+    )
 
 
 def synthesised(

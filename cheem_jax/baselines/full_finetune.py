@@ -120,7 +120,8 @@ class FullFinetune(OwnHeads):
         Only the network of the selected learning rate is evaluated on the test split.
         """
         bound, learned = self._sweep(index, task, session)
-        return bound._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
+        classes = self._predict(learned, len(task.classes), task.test)
+        return bound._replace(test_accuracy=float((classes == task.test.labels).mean()))
 
     def _sweep(self, index: int, task: Task, session: Session) -> tuple[UpperBound, Any]:
         """Train with every learning rate. Return the result of the selected learning rate, with
@@ -137,7 +138,7 @@ class FullFinetune(OwnHeads):
         begin = self.start(task, index)
         fitting = self.fitter.begin(begin, saved)
         first = 0
-        best = UpperBound(0.0, 0.0, 0.0)
+        best = UpperBound(0.0, -1.0, 0.0)  # an accuracy of 0 is a result, too
         best_learned = None
         if saved is not None:
             first = saved.meta["rate"]
@@ -178,9 +179,12 @@ class FullFinetune(OwnHeads):
                         scale=(1.0, HEAD_RATE / rate),
                         on_step=keep,
                     )
-                    accuracy = self._accuracy(fitting.learned, num, task.val)
+                    classes = self._predict(fitting.learned, num, task.val)
+                    accuracy = float((classes == task.val.labels).mean())
+                    if classes.max() < 0:  # no logit is finite
+                        accuracy = -1.0
                 except FloatingPointError:
-                    accuracy = 0.0  # training diverged: the learning rate is too large
+                    accuracy = -1.0  # training diverged: the learning rate is too large
                 if accuracy > best.val_accuracy:
                     best = UpperBound(0.0, accuracy, rate)
                     best_learned = fitting.learned
@@ -188,8 +192,8 @@ class FullFinetune(OwnHeads):
                 fitting = self.fitter.begin(begin)._replace(more=more)
         if best_learned is None:
             raise FloatingPointError(
-                f"full fine-tuning of task {task.name!r} predicts no validation image correctly"
-                f" with any of the learning rates {rates}; set smaller ones"
+                f"full fine-tuning of task {task.name!r} has non-finite losses with each of the"
+                f" learning rates {rates}; set smaller ones"
             )
         return best, best_learned
 
@@ -221,12 +225,11 @@ class FullFinetune(OwnHeads):
             features[rows] = self.over(self._features, Inputs(selected), self.tasks[index].backbone)
         return task_ids, features
 
-    def _accuracy(
+    def _predict(
         self, learned: tuple[list[jax.Array], Head], num_classes: int, split: Split
-    ) -> float:
+    ) -> Int[np.ndarray, "N"]:
         leaves, head = learned
         features = self.over(self._features, Inputs(split.images), leaves)
-        classes = classes_by_task(
+        return classes_by_task(
             features, [cut(head, num_classes)], np.zeros(len(features), np.int32)
         )
-        return float((classes == split.labels).mean())

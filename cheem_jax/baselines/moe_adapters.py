@@ -315,11 +315,22 @@ def sample(
     num_tokens: int,
     config: MoeAdaptersConfig,
 ) -> Training:
-    """Sample the noise of a training step on `num` images."""
+    """Sample the noise of a training step on `num` images.
+
+    Several devices can pad a batch to more than `batch_size` images. The padding has no noise, so
+    that the noise of the other images does not depend on the number of devices.
+    """
     normal_key, kept_key = jax.random.split(key)
-    normal = jax.random.normal(normal_key, (len(noise), num, config.experts))
-    hidden = (len(noise), num, num_tokens, ACTIVE * config.bottleneck)
-    return Training(noise, normal, jax.random.bernoulli(kept_key, 1 - DROPOUT, hidden))
+    rows = min(num, config.batch_size)
+    padding = [(0, 0), (0, num - rows)]
+    normal = jax.random.normal(normal_key, (len(noise), rows, config.experts))
+    hidden = (len(noise), rows, num_tokens, ACTIVE * config.bottleneck)
+    is_kept = jax.random.bernoulli(kept_key, 1 - DROPOUT, hidden)
+    return Training(
+        noise,
+        jnp.pad(normal, (*padding, (0, 0))),
+        jnp.pad(is_kept, (*padding, (0, 0), (0, 0)), constant_values=True),
+    )
 
 
 def gate(

@@ -39,7 +39,7 @@ class RanPacConfig(AdapterConfig):
     """Settings of RanPAC; its optimizer is SGD (momentum 0.9, weight decay 5e-4)."""
 
     name: ClassVar[str] = "ranpac"
-    fit: FitConfig = FitConfig(epochs=20, learning_rate=0.05)
+    fit: FitConfig = FitConfig(epochs=20, learning_rate=0.01)
     """Settings for training the adapters on the first task."""
     hidden: int = 10_000
     """Number of random features (RanPAC paper: 10,000); memory and checkpoints are proportional to

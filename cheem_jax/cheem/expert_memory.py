@@ -22,7 +22,7 @@ from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import SupernetFit
-from cheem_jax.core.architecture import Architecture, to_strings
+from cheem_jax.core.architecture import Architecture, Choice, to_strings
 from cheem_jax.core.images import Images
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import (
@@ -247,7 +247,9 @@ class ExpertMemory:
             "params_learned": added + head,
             "params_stored": added + head + sum(array.size for array in self.stored_arrays(task)),
             "head_params": head,
-            "centroid_params": sum(values.size for values in router_arrays(task)),
+            "centroid_params": (
+                0 if self.needs_task_id else sum(values.size for values in router_arrays(task))
+            ),
         }
 
     def router_numbers(self, task: Task) -> int:
@@ -276,8 +278,11 @@ class ExpertMemory:
         if not self.needs_task_id and self.features.of(self.executor):
             begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
             begin = min(begin, self.router.until(vit.depth))
+        architecture = task.architecture
+        if not self.executor.omits_skipped:
+            architecture = (Choice("reuse", 0),) * vit.depth
         network = executed_flops(
-            vit, self.executor.placement, task.architecture, len(task.classes), begin=begin
+            vit, self.executor.placement, architecture, len(task.classes), begin=begin
         )
         return identify + network
 

@@ -1,7 +1,7 @@
 """The memory on disk with one directory per task, and recovery of the usable tasks of a corrupted
 memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from cheem_jax.core.architecture import from_strings, to_strings
-from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.ops import Expert, Learned, LowRank
 from cheem_jax.core.pool import Head, InternalMemory, Pool, StoredExpert, TaskMemory, gone, grow
 from cheem_jax.run.checkpoint import (
     Arrays,
@@ -118,6 +118,13 @@ def _with_saved(
                 f"it uses experts {list(task.experts)}, but the pool before it gives"
                 f" {list(experts)}; an earlier task is missing or from another run"
             )
+        for choice, block in zip(task.architecture, memory.pool, strict=True):
+            if choice.expert is not None and choice.expert >= len(block):
+                raise ValueError(f"{choice} is not possible in a pool of {len(block)} experts")
+            if choice.kind == "reuse" and block[choice.expert or 0].is_gone:
+                raise ValueError(f"{choice} is an expert that was removed")
+        _check_head(task, memory.pool)
+        _check_experts(memory.pool, learned, experts, _parents(task, learned))
         return InternalMemory(pool, (*memory.tasks, task), memory.forgotten)
 
 
@@ -127,6 +134,8 @@ def _with_forgotten(
     experts = _experts_of(arrays)
     pool = list(memory.pool)
     number = memory.next_number
+    parents = {int(block): parent for block, parent in meta["parents"].items()}
+    _check_experts(memory.pool, experts, meta["forgotten"], parents)
     for index, (block, place) in enumerate(zip(memory.pool, meta["forgotten"], strict=True)):
         if place is None:
             continue
@@ -135,7 +144,7 @@ def _with_forgotten(
                 f"its expert in block {index} was number {place}, but {len(block)} are before it"
             )
         stored = (
-            StoredExpert(experts[index], meta["parents"][str(index)], number)
+            StoredExpert(experts[index], parents[index], number)
             if index in experts
             else gone(number)
         )
@@ -178,14 +187,13 @@ def open_usable(
                 else:
                     task, learned = _task_of(arrays, meta)
                     places = task.experts
-                    # a full expert has no parent; an Adapt whose parent was erased is stored as a
-                    # full expert
-                    parents = {
-                        block: (
-                            task.architecture[block].expert if isinstance(params, LowRank) else None
-                        )
-                        for block, params in learned.items()
-                    }
+                    parents = _parents(task, learned)
+                    _check_head(task, pool)
+                if len(places) != len(pool) or any(
+                    not 0 <= place <= number + 1 for place in places if place is not None
+                ):
+                    raise ValueError(f"{places} are not its experts in {len(pool)} blocks")
+                _check_experts(pool, learned, places, parents)
         except (ValueError, OSError) as error:
             lost[directory.name] = str(error)
             absent.append(number)
@@ -214,6 +222,49 @@ def open_usable(
     return InternalMemory(tuple(map(tuple, blocks)), tuple(tasks), tuple(absent)), lost
 
 
+def _parents(task: TaskMemory, learned: Mapping[int, Learned]) -> dict[int, int | None]:
+    """Return the parent of each expert that a task added. A full expert has none; an Adapt whose
+    parent was erased is stored as a full expert."""
+    return {
+        block: task.architecture[block].expert if isinstance(params, LowRank) else None
+        for block, params in learned.items()
+    }
+
+
+def _check_head(task: TaskMemory, pool: Pool) -> None:
+    width = pool[0][0].params[1].shape[-1]
+    if (shape := task.head.weight.shape) != (width, len(task.classes)):
+        raise ValueError(
+            f"its head has shape {shape}, expected {width} features and {len(task.classes)} classes"
+        )
+
+
+def _check_experts(
+    pool: Pool,
+    learned: Mapping[int, Learned],
+    places: Sequence[int | None],
+    parents: Mapping[int, int | None],
+) -> None:
+    """Refuse new experts that cannot be applied: prediction follows the chain of parents until a
+    full expert, and never ends if the chain is a cycle."""
+    for index, params in learned.items():
+        base, place, parent = pool[index][0].params, places[index], parents[index]
+        inputs, width = base[0].shape
+        rank = params[0].shape[-1]
+        is_pair = isinstance(params, LowRank)
+        expected = [(inputs, rank), (rank, width)] if is_pair else [(inputs, width), (width,)]
+        if (shapes := [leaf.shape for leaf in params]) != expected:
+            raise ValueError(f"its expert in block {index} has shapes {shapes}, not {expected}")
+        if parent is not None:
+            earlier = pool[index][parent : parent + 1]  # empty if `pool` lacks lost experts
+            fits = is_pair and place is not None and 0 <= parent < place
+            fits = fits and not any(stored.is_gone for stored in earlier)
+        else:
+            fits = not is_pair and place is not None
+        if not fits:
+            raise ValueError(f"expert {place} of block {index} cannot adapt expert {parent}")
+
+
 def _experts_of(arrays: Arrays) -> dict[int, Expert | LowRank]:
     experts = jax.device_put(arrays["experts"])
     return {
@@ -239,4 +290,11 @@ def _task_of(
         float(arrays.get("temperature", np.ones(1))[0]),
         {name: np.asarray(values) for name, values in arrays.get("statistics", {}).items()},
     )
-    return task, _experts_of(arrays)
+    learned = _experts_of(arrays)
+    added = {block for block, c in enumerate(task.architecture) if c.kind in ("adapt", "new")}
+    if learned.keys() != added:
+        raise ValueError(
+            f"it has experts for blocks {sorted(learned)}, but its architecture adds experts to"
+            f" {sorted(added)}"
+        )
+    return task, learned

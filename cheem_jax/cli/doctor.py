@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cheem_jax import __version__
+from cheem_jax.core.machine import host_memory
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """File with Linux's setting for huge pages: always, on request (madvise), or never."""
@@ -317,10 +318,9 @@ def _has_small_pages() -> bool:
 
 def _machine() -> dict[str, Any]:
     """Return the operating system, the number of cores, and gigabytes of memory and free disk."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": platform.platform(),
         "cores": os.cpu_count(),
-        "memory_gb": round(memory / 1e9, 1),
+        "memory_gb": round(host_memory() / 1e9, 1),
         "disk_free_gb": round(shutil.disk_usage(".").free / 1e9, 1),
     }

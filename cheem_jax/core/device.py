@@ -40,6 +40,10 @@ class Device:
 CPU = Device()
 ACCELERATOR = Device(False, forward_sizes=(256, 512), is_narrow=True)
 
+DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+"""Compiler options that forbid sums whose order depends on threads, and kernels selected by
+measured time."""
+
 _traced_for: ContextVar[Device | None] = ContextVar("traced_for", default=None)
 
 
@@ -86,6 +90,24 @@ def flash_problem() -> str | None:
         reason = str(error).strip() or type(error).__name__
         return reason.splitlines()[0][:120]
     return None
+
+
+def deterministic_jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function that has no executor, and so does not know `engine.deterministic`. On an
+    accelerator, it computes identical bits in every run, because experts and means that it computes
+    are stored."""
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        # not before the first call: importing the library starts no device
+        chosen = None if jax.default_backend() == "cpu" else DETERMINISTIC
+        return jax.jit(function, compiler_options=chosen, **options)
+
+    @functools.wraps(function)
+    def call(*arguments, **named):
+        return compiled()(*arguments, **named)
+
+    return call
 
 
 def current() -> Device:

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.device import deterministic_jit
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import Expert, LowRank, merge
 from cheem_jax.core.routing import TaskStatistics
@@ -356,4 +356,4 @@ def grow(
     return tuple(blocks), tuple(experts)
 
 
-merge_dense = jax.jit(merge)
+merge_dense = deterministic_jit(merge)

@@ -35,9 +35,10 @@ class RouterConfig:
     class means, and one covariance shared by all tasks."""
     features: Reads = "last"
     """Features that the router reads. `last` is the last CLS token (the CHEEM paper), or the pooled
-    tokens if the backbone has no CLS token. `early` consists of the mean patch tokens at 1/4 and
-    1/2 of the depth, so the router's pass through the backbone ends at half of the depth. `levels`
-    consists of the mean patch tokens at 1/4, 1/2 and 3/4 of the depth, and the `last` features."""
+    tokens if the backbone has no CLS token. `early` consists of the mean tokens at 1/4 and 1/2 of
+    the depth, so the router's pass through the backbone ends at half of the depth. `levels`
+    consists of the mean tokens at 1/4, 1/2 and 3/4 of the depth, and the `last` features. A mean is
+    over all tokens except the CLS token: patches, and registers if the backbone has them."""
     num_centroids: int = 5
     """Number of centroids per task for `kmeans` (K); a task with fewer distinct training features
     has fewer centroids."""
@@ -54,12 +55,12 @@ class RouterConfig:
             )
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """Return the blocks at which mean patch tokens are read, for a backbone with `depth`
+        """Return the blocks at which mean tokens are read, for a backbone with `depth`
         blocks.
 
         The tokens are read before the plastic layer, so all candidate ops of the block share them.
         The last block is excluded because it computes only the CLS token. Raises ValueError if the
-        router reads mean patch tokens and the backbone has fewer than 3 blocks.
+        router reads mean tokens and the backbone has fewer than 3 blocks.
         """
         quarters = {"last": (), "early": (1, 2), "levels": (1, 2, 3)}[self.features]
         if quarters and depth < 3:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import filelock
 import jax
 
+from cheem_jax.core.device import DETERMINISTIC
 from cheem_jax.core.paths import absolute, user_cache
 from cheem_jax.core.settings import Precision
 
@@ -210,11 +211,6 @@ def _machine() -> str:
         pass
     digest = hashlib.sha256(features.encode()).hexdigest()[:8]
     return f"jaxlib-{version('jaxlib')}-{platform.machine()}-{digest}"
-
-
-DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-"""Compiler options that forbid sums whose order depends on threads, and kernels selected by
-measured time."""
 
 
 @functools.cache

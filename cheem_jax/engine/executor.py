@@ -148,6 +148,8 @@ class Executor(abc.ABC):
     name: ClassVar[str]
     composes: ClassVar[bool] = False
     """Whether the host composes an architecture from compiled functions, one per op kind."""
+    omits_skipped: ClassVar[bool] = True
+    """Whether a skipped branch costs nothing."""
     steps_per_call: int = 1
     """Number of training steps per dispatch."""
     reason: str = "as set"
@@ -281,7 +283,8 @@ class Executor(abc.ABC):
         return self._features(self.leaves, tokens)
 
     def mean_patch(self, tokens: jax.Array) -> jax.Array:
-        """Compute the mean patch token `[B, D]` of tokens `[B, N, D]`."""
+        """Compute the mean `[B, D]` of all tokens `[B, N, D]` except the CLS token: patches and
+        registers."""
         return self._mean_patch(tokens)
 
     def classify(

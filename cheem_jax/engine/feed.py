@@ -7,7 +7,6 @@ every epoch, so steps with augmentation start with images on the host.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.core.images import Images, in_turn
+from cheem_jax.core.machine import host_memory
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
@@ -248,7 +248,8 @@ def prefetch(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
 
 
 def memory_budget(gigabytes: float | None) -> int:
-    """Convert the setting `memory_gb` to bytes; None means a quarter of the device's memory.
+    """Convert the setting `memory_gb` to bytes; None means a quarter of the device's memory. The
+    memory of a CPU is that of the machine, or of its container.
 
     Raises ValueError for a number that is not in 0..1e9.
     """
@@ -259,7 +260,7 @@ def memory_budget(gigabytes: float | None) -> int:
     statistics = jax.local_devices()[0].memory_stats() or {}
     memory = statistics.get("bytes_limit")
     if memory is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = host_memory()
     # All processes must cache the same data sets, so they use the smallest of their budgets. The
     # budgets are compared in MiB, because JAX's integers have 32 bits.
     return hosts.smallest(int(memory) // 4 >> 20) << 20

@@ -103,8 +103,8 @@ def intermediate_features(
     until: int,
     batch_size: int,
 ) -> list[Float[np.ndarray, "N D"]]:
-    """Compute the mean patch token at each of `blocks`. If `until` is the number of blocks, also
-    compute the features of the images."""
+    """Compute the mean of all tokens except the CLS token at each of `blocks`. If `until` is the
+    number of blocks, also compute the features of the images."""
 
     def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         return batch_features(executor, network, tokens, blocks=blocks, until=until)

@@ -91,6 +91,7 @@ class Scan(Executor):
     end; a dispatch runs `steps_per_call` training steps."""
 
     name = "scan"
+    omits_skipped = False
 
     def __init__(self, vit: ViT, placement: Placement, *, steps_per_call: int = 8, **settings: Any):
         super().__init__(vit, placement, **settings)

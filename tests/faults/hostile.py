@@ -1126,7 +1126,9 @@ def records(folder: Path) -> Attempts:
 
 def checkpoints(folder: Path) -> Attempts:
     """Saved tasks; the attacker's manifest fits the files, so that hashes do not help."""
+    from cheem_jax.cheem.expert_memory import task_network
     from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
+    from cheem_jax.core.pool import DenseExperts
     from cheem_jax.run.checkpoint import (
         MANIFEST,
         content_hash,
@@ -1142,12 +1144,24 @@ def checkpoints(folder: Path) -> Attempts:
     files = files_below(place)
     arrays, meta = load_task(place)
 
+    def use() -> None:
+        opened = open_memory(root, pool)
+        experts = DenseExperts(opened.pool, 0)
+        for task in opened.tasks:
+            task_network(experts, task.experts)
+
     def attempt(rng: random.Random) -> Attempt:
         shutil.rmtree(place)
         official.write(place, files)
         name = rng.choice(["task.json", "task.json", MANIFEST, *sorted(files)])
         manifest = json.loads(files[MANIFEST])
-        if name in ("task.json", MANIFEST):
+        if name == "task.json" and rng.random() < 0.3:  # choices that the pool does not have
+            other = json.loads(files[name])
+            at = rng.randrange(len(other["architecture"]))
+            other["architecture"][at] = rng.choice(("adapt:1", "reuse:7", "adapt:0", "new", "skip"))
+            other["experts"][at] = rng.choice((0, 1, 7, None))
+            data = (json.dumps(other, indent=1) + "\n").encode()
+        elif name in ("task.json", MANIFEST):
             data = damaged_json(json.loads(files[name]), rng)
         elif rng.random() < 0.6 and files[name].startswith(b"{"):
             data = damaged_json(json.loads(files[name]), rng)
@@ -1168,7 +1182,7 @@ def checkpoints(folder: Path) -> Attempts:
             case 1:
                 return place.name, lambda: load_manifest(place)
             case _:
-                return place.name, lambda: open_memory(root, pool) if saved_tasks(root) else None
+                return place.name, lambda: use() if saved_tasks(root) else None
 
     return attempt
 
