@@ -499,7 +499,8 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
 )
 def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     config = RunConfig(method, "quick")
-    whole = run(tmp_path / "whole", config=config)
+    told = quiet()
+    whole = run(tmp_path / "whole", config=config, progress=told)
     with pytest.raises(Stopped):
         progress = Signalling(("train", "task1"), 2, signal.SIGINT)
         run(tmp_path / "run", config=config, progress=progress)
@@ -512,6 +513,7 @@ def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     assert result["params_stored"] == sum(task["params_stored"] for task in result["tasks"])
     is_given = method.name == "lora_finetune"
     assert (result["accuracy"] == result["local_accuracy"]) == is_given
+    assert ("images (with the task ID given)" in told.console.file.getvalue()) == is_given
     page = (tmp_path / "run" / "report.html").read_text()
     assert ("<h2>Architectures</h2>" in page) == is_given and "<h2>Similarity" not in page
 
