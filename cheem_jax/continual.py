@@ -187,7 +187,7 @@ def learn_task(task: Task, number: int, method: Method, session: Session) -> flo
         **({"skipped_images": list(task.skipped)} if task.skipped else {}),
         **report,
     }
-    session.record.write("learned", method=method.name, report=report, **start.since())
+    session.record.write("learned", method=method.name, report=report, **session.since(start))
     saving = time.perf_counter()
     method.save(root)
     session.finish()
@@ -333,7 +333,7 @@ def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> No
             **measured._asdict(),
             flops_paper=backbone_flops(vit),
             flops_executed=executed_backbone_flops(vit),
-            **start.since(),
+            **session.since(start),
         )
         session.finish()
         session.say(

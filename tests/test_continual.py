@@ -39,6 +39,7 @@ from cheem_jax.report.compare import timeless
 from cheem_jax.run.directory import claim, hold
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
+from cheem_jax.run.rolling import Rolling, Saved
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 
@@ -190,6 +191,14 @@ def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
     assert timeless(run(directory, config=BOUNDED)) == timeless(finished[1])
 
 
+def spend(directory, method, number, seconds):
+    """Pretend that the killed process has worked so long on the task with this number."""
+    rolling = Rolling(directory / "checkpoints" / method)
+    saved = rolling.open(number, print)
+    assert saved is not None and "spent" in saved.meta
+    rolling.save(number, lambda: Saved(saved.arrays, saved.meta | {"spent": seconds}))
+
+
 class Signalling(Progress):
     """Sends itself a signal at the given report of the given phase."""
 
@@ -250,7 +259,10 @@ def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(tmp_path):
             progress = Signalling(("upper bound", task), number, signal.SIGINT)
             run(directory, config=config, progress=progress)
         assert any((directory / "checkpoints" / "full_finetune").glob("running-*"))
-    assert timeless(run(directory, config=config)) == timeless(whole)
+    spend(directory, "full_finetune", 1, 1e6)
+    result = run(directory, config=config)
+    assert timeless(result) == timeless(whole)
+    assert result["references"]["full_finetune"]["seconds"] > 1e6
 
 
 @pytest.mark.full
@@ -504,8 +516,10 @@ def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     with pytest.raises(Stopped):
         progress = Signalling(("train", "task1"), 2, signal.SIGINT)
         run(tmp_path / "run", config=config, progress=progress)
+    spend(tmp_path / "run", method.name, 1, 1e6)
     result = run(tmp_path / "run", config=config)
     assert timeless(result) == timeless(whole)
+    assert result["seconds_total"] > 1e6
     assert result["method"] == method.name
     assert result["references"] == {}
     assert result["base_means"] is None
