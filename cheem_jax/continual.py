@@ -1,8 +1,6 @@
 """The loop over a stream: learn a task, save it, and evaluate all tasks learned so far."""
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +26,7 @@ from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
 from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.method import FrozenNetworks, Method
+from cheem_jax.run.peak import Peak
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run.restoring import restore
@@ -81,6 +80,7 @@ def run_stream(
         tensorboard: write event files after each task.
     """
     start = Mark.now()
+    peak = Peak.begin()
     directory = absolute(directory)
     if tensorboard:
         check_installed()
@@ -90,6 +90,7 @@ def run_stream(
     inputs = RunInputs(stream, pretrained, router, config)
     run = prepare_run(inputs, progress, base_images=base_images, workshop=workshop)
     with open_session(directory, run.identity, run.conditions, progress, save_every) as session:
+        session.peak = peak
         num_finished = _restore_run(session, run)
         _check_bound(session, run)
         _record_start(session, run, num_finished, start, command=command, data=data)
@@ -258,7 +259,7 @@ def evaluate(
         methods=measured,
         checkpoints=contents,
         checkpoint_seconds=saving,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=session.peak.measure(),
         **start.since(),
     )
     if present:
@@ -360,9 +361,3 @@ def _write_results(
         tests = {task.name: task.test for task in stream.tasks}
         hosts.run_on_first(lambda: refresh_page(session.directory, tests))
     return results_of(read(session.directory))
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

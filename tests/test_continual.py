@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -36,7 +37,9 @@ from cheem_jax.core.settings import FitConfig, SeedsConfig
 from cheem_jax.data.task import Stream
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.compare import timeless
+from cheem_jax.run import peak
 from cheem_jax.run.directory import claim, hold
+from cheem_jax.run.peak import Peak
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run.rolling import Rolling, Saved
@@ -530,6 +533,37 @@ def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     assert ("images (with the task ID given)" in told.console.file.getvalue()) == is_given
     page = (tmp_path / "run" / "report.html").read_text()
     assert ("<h2>Architectures</h2>" in page) == is_given and "<h2>Similarity" not in page
+
+
+def test_the_counters_of_a_run_are_sums_over_its_tasks_and_none_of_another_run(tmp_path):
+    method = LoraFinetuneConfig(rank=2, fit=FitConfig(1, 1e-2), batch_size=16)
+    config = RunConfig(method, "quick", engine=EngineConfig(executor="whole"))
+    engines = [run(tmp_path / name, config=config)["engine"] for name in ("first", "second")]
+    tasks = [
+        [e["report"]["engine"] for e in read(tmp_path / name) if e["event"] == "learned"]
+        for name in ("first", "second")
+    ]
+    for engine, counted in zip(engines, tasks, strict=True):
+        for name in ("hits", "misses", "evictions"):
+            assert engine[name] == sum(one[name] for one in counted)
+        assert engine["executor"] == "whole"
+    # both runs share the executor, so the second one compiles nothing
+    assert engines[0]["misses"] > 0 and engines[0]["compile_seconds"] > 0
+    assert engines[1]["misses"] == engines[1]["compile_seconds"] == 0 < engines[1]["hits"]
+
+
+def test_the_peak_memory_of_a_run_is_not_that_of_earlier_work_in_its_process(monkeypatch):
+    size = 2**27
+    before = np.ones(size, np.uint8)
+    highest = peak.peak_memory_bytes()
+    del before
+    begun = Peak.begin()
+    if not begun.before:  # the system resets the peak
+        assert (measured := begun.measure()) is not None and measured < highest - size / 2
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=PermissionError))
+    monkeypatch.setattr(peak, "peak_memory_bytes", Mock(side_effect=[7, 7, 8]))
+    begun = Peak.begin()
+    assert begun.measure() is None and begun.measure() == 8
 
 
 def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_is_made(tmp_path):

@@ -16,6 +16,7 @@ from cheem_jax.engine.compilation import Mark
 from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.fingerprint import digest
+from cheem_jax.run.peak import Peak
 from cheem_jax.run.progress import Progress, Status
 from cheem_jax.run.record import Record
 from cheem_jax.run.rolling import Rolling, Saved, check_interval
@@ -59,6 +60,8 @@ class Session:
         checkpoint."""
         self.saving_seconds = 0.0
         """Seconds spent on saving rolling checkpoints of the task."""
+        self.peak = Peak()
+        """Peak memory since the work began; by default, since the process began."""
         self._record = record
         self._status = status
         self._save_every = save_every
