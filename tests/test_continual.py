@@ -364,6 +364,10 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
             "data_sha256.task0 is",
         ),
         (
+            {"config": dataclasses.replace(CONFIG, measured_on="validation")},
+            r'measured_on is missing there and "validation" here .*of that run$',
+        ),
+        (
             {"stream": Stream("small", STREAM.tasks[::-1])},
             r'tasks\[0\] is "task0" there and "task1" here \(',
         ),
@@ -372,7 +376,7 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
             "has an upper bound with other settings: epochs is 2 there and 1 here",
         ),
     ],
-    ids=["seed", "settings", "data", "order", "upper bound"],
+    ids=["seed", "settings", "data", "split", "order", "upper bound"],
 )
 def test_a_directory_of_another_run_is_refused_with_the_difference(finished, changed, difference):
     directory, _ = finished
