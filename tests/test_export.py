@@ -3,6 +3,7 @@ half-done."""
 
 import dataclasses
 import errno
+import importlib.metadata
 import inspect
 import json
 import os
@@ -233,6 +234,15 @@ def test_the_distances_of_a_file_are_the_routers():
     centroids = [task.centroids for task in subject.tasks]
     result = jax.jit(to_centroids(subject))(features)
     np.testing.assert_allclose(result, centroid_distances(features, centroids), atol=1e-5)
+
+
+def test_the_version_of_a_package_with_another_name_than_its_module_is_known(monkeypatch):
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert exporting._version("jax") == jax.__version__
+    monkeypatch.setattr(importlib.metadata, "version", unknown)  # as with onnxruntime-gpu
+    assert exporting._version("jax") == jax.__version__
 
 
 @pytest.mark.full
