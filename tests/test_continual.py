@@ -518,8 +518,8 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
 )
 def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     config = RunConfig(method, "quick")
-    told = quiet()
-    whole = run(tmp_path / "whole", config=config, progress=told)
+    display = quiet()
+    whole = run(tmp_path / "whole", config=config, progress=display)
     with pytest.raises(Stopped):
         progress = Signalling(("train", "task1"), 2, signal.SIGINT)
         run(tmp_path / "run", config=config, progress=progress)
@@ -534,7 +534,7 @@ def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     assert result["params_stored"] == sum(task["params_stored"] for task in result["tasks"])
     is_given = method.name == "lora_finetune"
     assert (result["accuracy"] == result["local_accuracy"]) == is_given
-    assert ("images (with the task ID given)" in told.console.file.getvalue()) == is_given
+    assert ("images (with the task ID given)" in display.console.file.getvalue()) == is_given
     page = (tmp_path / "run" / "report.html").read_text()
     assert ("<h2>Architectures</h2>" in page) == is_given and "<h2>Similarity" not in page
 
@@ -561,13 +561,13 @@ def test_the_peak_memory_of_a_run_is_not_that_of_earlier_work_in_its_process(mon
     before = np.ones(size, np.uint8)
     highest = peak.peak_memory_bytes()
     del before
-    begun = Peak.begin()
-    if not begun.before:  # the system resets the peak
-        assert (measured := begun.measure()) is not None and measured < highest - size / 2
+    since = Peak.begin()
+    if not since.before:  # the system resets the peak
+        assert (measured := since.measure()) is not None and measured < highest - size / 2
     monkeypatch.setattr(Path, "write_text", Mock(side_effect=PermissionError))
     monkeypatch.setattr(peak, "peak_memory_bytes", Mock(side_effect=[7, 7, 8]))
-    begun = Peak.begin()
-    assert begun.measure() is None and begun.measure() == 8
+    since = Peak.begin()
+    assert since.measure() is None and since.measure() == 8
 
 
 def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_is_made(tmp_path):

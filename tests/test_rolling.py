@@ -88,7 +88,7 @@ def test_the_seconds_of_a_task_include_those_of_all_earlier_processes_until_they
     def seconds(session):
         return session.since(Mark.now())["seconds"]
 
-    def begun(number=0):
+    def opened(number=0):
         session = Session(Record(tmp_path))
         session.begin("cheem", "digits", number)
         return session
@@ -96,12 +96,12 @@ def test_the_seconds_of_a_task_include_those_of_all_earlier_processes_until_they
     rolling = Rolling(tmp_path / "checkpoints" / "cheem")
     earlier = SAVED.meta | {"seconds": {}}
     rolling.save(0, lambda: Saved(SAVED.arrays, earlier))  # of an earlier version
-    assert seconds(begun()) < 1e5
+    assert seconds(opened()) < 1e5
     rolling.save(0, lambda: Saved(SAVED.arrays, earlier | {"spent": 1e6}))
-    second = begun()
+    second = opened()
     assert seconds(second) >= 1e6
     second.save(lambda: SAVED)
-    third = begun()
+    third = opened()
     assert seconds(third) >= 1e6
     assert third.saved is not None and not {"spent", "seconds"} & third.saved.meta.keys()
     third.begin("cheem", "letters", 1)

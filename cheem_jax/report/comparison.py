@@ -91,8 +91,10 @@ def _row_of(
     """Return the row with the name of the method, or else its only row; None if there is no such
     row or more than one."""
     named = [row for row in rows if row["method"] == method]
-    own = named or [row for row in rows if runs_by_method[row["method"]][0]["method"] == method]
-    return own[0] if len(own) == 1 else None
+    matching = named or [
+        row for row in rows if runs_by_method[row["method"]][0]["method"] == method
+    ]
+    return matching[0] if len(matching) == 1 else None
 
 
 def measure(run: Mapping[str, Any], name: str) -> float | None:

@@ -70,7 +70,7 @@ class Session:
         self._number = 0
         self._rolling: Rolling | None = None
         self._seconds: dict[str, float] = {}
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         self._spent = 0.0
         self._outermost: tuple[str, float] | None = None
 
@@ -96,7 +96,7 @@ class Session:
         self._number = number
         self._rolling = Rolling(self.root(method), every=self._save_every)
         self._seconds = {}
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         self._spent = 0.0
         self.saving_seconds = 0.0
         self.saved = self._rolling.open(number, self.say)
@@ -191,7 +191,7 @@ class Session:
 
         def with_seconds() -> Saved:
             arrays, meta = state()
-            spent = self._spent + time.perf_counter() - self._begun
+            spent = self._spent + time.perf_counter() - self._start
             return Saved(arrays, {**meta, "seconds": self.seconds, "spent": spent})
 
         if self._rolling is not None:
