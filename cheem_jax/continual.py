@@ -1,8 +1,6 @@
 """The loop over a stream: learn a task, save it, and evaluate all tasks learned so far."""
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +20,13 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.report.page.assemble import refresh_page
+from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
 from cheem_jax.run.differences import find_differences, summary
 from cheem_jax.run.method import FrozenNetworks, Method
+from cheem_jax.run.peak import Peak
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run.restoring import restore
@@ -80,6 +80,7 @@ def run_stream(
         tensorboard: write event files after each task.
     """
     start = Mark.now()
+    peak = Peak.begin()
     directory = absolute(directory)
     if tensorboard:
         check_installed()
@@ -89,6 +90,7 @@ def run_stream(
     inputs = RunInputs(stream, pretrained, router, config)
     run = prepare_run(inputs, progress, base_images=base_images, workshop=workshop)
     with open_session(directory, run.identity, run.conditions, progress, save_every) as session:
+        session.peak = peak
         num_finished = _restore_run(session, run)
         _check_bound(session, run)
         _record_start(session, run, num_finished, start, command=command, data=data)
@@ -186,7 +188,7 @@ def learn_task(task: Task, number: int, method: Method, session: Session) -> flo
         **({"skipped_images": list(task.skipped)} if task.skipped else {}),
         **report,
     }
-    session.record.write("learned", method=method.name, report=report, **start.since())
+    session.record.write("learned", method=method.name, report=report, **session.since(start))
     saving = time.perf_counter()
     method.save(root)
     session.finish()
@@ -257,15 +259,15 @@ def evaluate(
         methods=measured,
         checkpoints=contents,
         checkpoint_seconds=saving,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=session.peak.measure(),
         **start.since(),
     )
     if present:
-        _say_accuracy(present, measured[methods[0].name], session)
+        _say_accuracy(present, methods[0].name, measured[methods[0].name], session)
 
 
 def _say_accuracy(
-    present: Mapping[int, Task], measured: Mapping[str, Any], session: Session
+    present: Mapping[int, Task], method: str, measured: Mapping[str, Any], session: Session
 ) -> None:
     index, task = list(present.items())[-1]
     accuracy = 100 * measured["accuracy"][index]
@@ -277,7 +279,7 @@ def _say_accuracy(
     split = "validation" if task.test is task.val else "test"
     session.say(
         f"{task.name}: {accuracy:.1f} % on {num:,} {split} image{'' if num == 1 else 's'}"
-        f" ({given:.1f} % with the task ID given){over}"
+        f" ({'' if method in UPPER_BOUNDS else f'{given:.1f} % '}with the task ID given){over}"
     )
     if given - accuracy >= ROUTING_COST:
         shares = np.array(measured["routing"][index])
@@ -332,7 +334,7 @@ def _measure_bounds(stream: Stream, bound: FullFinetune, session: Session) -> No
             **measured._asdict(),
             flops_paper=backbone_flops(vit),
             flops_executed=executed_backbone_flops(vit),
-            **start.since(),
+            **session.since(start),
         )
         session.finish()
         session.say(
@@ -359,9 +361,3 @@ def _write_results(
         tests = {task.name: task.test for task in stream.tasks}
         hosts.run_on_first(lambda: refresh_page(session.directory, tests))
     return results_of(read(session.directory))
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

@@ -60,6 +60,28 @@ def test_the_figure_of_merit_follows_the_paper_and_needs_both_cheem_and_the_boun
     assert without["l2p"]["fom"] is None
 
 
+def test_the_figure_of_merit_recognises_rows_by_the_method_of_their_runs():
+    names = {"cheem": "CHEEM", "full_finetune": "full fine-tuning"}
+    titled = {names.get(method, method): runs for method, runs in FOUND.items()}
+    rows = {row["method"]: row["fom"] for row in comparison(titled)}
+    assert rows["l2p"]["mean"] == pytest.approx(0.32 / 0.10 * 2)
+    assert rows["CHEEM"] is None and rows["full fine-tuning"] is None
+    variant = {"CHEEM (uniform)": [run("cheem", 0.7, 2e6)]}
+    assert not any(row["fom"] for row in comparison(titled | variant))  # which of the two?
+    rows = {row["method"]: row["fom"] for row in comparison(FOUND | variant)}
+    assert rows["l2p"]["mean"] == pytest.approx(0.32 / 0.10 * 2)
+    assert rows["CHEEM (uniform)"]["mean"] == pytest.approx(0.22 / 0.10)
+
+
+def test_methods_of_unknown_flops_or_accuracy_have_no_figure_of_merit():
+    unknown = {"ewc": [run("ewc", 0.6, 0.0)], "tuna": [run("tuna", 0.6, 1e6)]}
+    unknown["tuna"][0]["average_accuracy"] = None
+    rows = {row["method"]: row["fom"] for row in comparison(FOUND | unknown)}
+    assert rows["l2p"] and rows["ewc"] is rows["tuna"] is None
+    without = {"cheem": [run("cheem", 0.8, 0.0)]}
+    assert not any(row["fom"] for row in comparison(FOUND | without))
+
+
 def test_upper_bounds_have_no_accuracy_without_the_task():
     (row,) = comparison({"full_finetune": FOUND["full_finetune"]})
     assert row["average_accuracy"] is None and row["average_forgetting"] is None

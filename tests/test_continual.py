@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -36,9 +37,12 @@ from cheem_jax.core.settings import FitConfig, SeedsConfig
 from cheem_jax.data.task import Stream
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.compare import timeless
+from cheem_jax.run import peak
 from cheem_jax.run.directory import claim, hold
+from cheem_jax.run.peak import Peak
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
+from cheem_jax.run.rolling import Rolling, Saved
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 
@@ -190,6 +194,14 @@ def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
     assert timeless(run(directory, config=BOUNDED)) == timeless(finished[1])
 
 
+def spend(directory, method, number, seconds):
+    """Pretend that the killed process has worked so long on the task with this number."""
+    rolling = Rolling(directory / "checkpoints" / method)
+    saved = rolling.open(number, print)
+    assert saved is not None and "spent" in saved.meta
+    rolling.save(number, lambda: Saved(saved.arrays, saved.meta | {"spent": seconds}))
+
+
 class Signalling(Progress):
     """Sends itself a signal at the given report of the given phase."""
 
@@ -250,7 +262,10 @@ def test_the_sweep_of_the_upper_bound_resumes_in_the_middle(tmp_path):
             progress = Signalling(("upper bound", task), number, signal.SIGINT)
             run(directory, config=config, progress=progress)
         assert any((directory / "checkpoints" / "full_finetune").glob("running-*"))
-    assert timeless(run(directory, config=config)) == timeless(whole)
+    spend(directory, "full_finetune", 1, 1e6)
+    result = run(directory, config=config)
+    assert timeless(result) == timeless(whole)
+    assert result["references"]["full_finetune"]["seconds"] > 1e6
 
 
 @pytest.mark.full
@@ -349,6 +364,10 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
             "data_sha256.task0 is",
         ),
         (
+            {"config": dataclasses.replace(CONFIG, measured_on="validation")},
+            r'measured_on is missing there and "validation" here .*of that run$',
+        ),
+        (
             {"stream": Stream("small", STREAM.tasks[::-1])},
             r'tasks\[0\] is "task0" there and "task1" here \(',
         ),
@@ -357,7 +376,7 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
             "has an upper bound with other settings: epochs is 2 there and 1 here",
         ),
     ],
-    ids=["seed", "settings", "data", "order", "upper bound"],
+    ids=["seed", "settings", "data", "split", "order", "upper bound"],
 )
 def test_a_directory_of_another_run_is_refused_with_the_difference(finished, changed, difference):
     directory, _ = finished
@@ -499,12 +518,15 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
 )
 def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     config = RunConfig(method, "quick")
-    whole = run(tmp_path / "whole", config=config)
+    display = quiet()
+    whole = run(tmp_path / "whole", config=config, progress=display)
     with pytest.raises(Stopped):
         progress = Signalling(("train", "task1"), 2, signal.SIGINT)
         run(tmp_path / "run", config=config, progress=progress)
+    spend(tmp_path / "run", method.name, 1, 1e6)
     result = run(tmp_path / "run", config=config)
     assert timeless(result) == timeless(whole)
+    assert result["seconds_total"] > 1e6
     assert result["method"] == method.name
     assert result["references"] == {}
     assert result["base_means"] is None
@@ -512,8 +534,40 @@ def test_any_method_runs_stops_resumes_and_has_a_report(method, tmp_path):
     assert result["params_stored"] == sum(task["params_stored"] for task in result["tasks"])
     is_given = method.name == "lora_finetune"
     assert (result["accuracy"] == result["local_accuracy"]) == is_given
+    assert ("images (with the task ID given)" in display.console.file.getvalue()) == is_given
     page = (tmp_path / "run" / "report.html").read_text()
     assert ("<h2>Architectures</h2>" in page) == is_given and "<h2>Similarity" not in page
+
+
+def test_the_counters_of_a_run_are_sums_over_its_tasks_and_none_of_another_run(tmp_path):
+    method = LoraFinetuneConfig(rank=2, fit=FitConfig(1, 1e-2), batch_size=16)
+    config = RunConfig(method, "quick", engine=EngineConfig(executor="whole"))
+    engines = [run(tmp_path / name, config=config)["engine"] for name in ("first", "second")]
+    tasks = [
+        [e["report"]["engine"] for e in read(tmp_path / name) if e["event"] == "learned"]
+        for name in ("first", "second")
+    ]
+    for engine, counted in zip(engines, tasks, strict=True):
+        for name in ("hits", "misses", "evictions"):
+            assert engine[name] == sum(one[name] for one in counted)
+        assert engine["executor"] == "whole"
+    # both runs share the executor, so the second one compiles nothing
+    assert engines[0]["misses"] > 0 and engines[0]["compile_seconds"] > 0
+    assert engines[1]["misses"] == engines[1]["compile_seconds"] == 0 < engines[1]["hits"]
+
+
+def test_the_peak_memory_of_a_run_is_not_that_of_earlier_work_in_its_process(monkeypatch):
+    size = 2**27
+    before = np.ones(size, np.uint8)
+    highest = peak.peak_memory_bytes()
+    del before
+    since = Peak.begin()
+    if not since.before:  # the system resets the peak
+        assert (measured := since.measure()) is not None and measured < highest - size / 2
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=PermissionError))
+    monkeypatch.setattr(peak, "peak_memory_bytes", Mock(side_effect=[7, 7, 8]))
+    since = Peak.begin()
+    assert since.measure() is None and since.measure() == 8
 
 
 def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_is_made(tmp_path):

@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import shutil
 import stat
 import struct
 import tarfile
@@ -591,13 +592,25 @@ def test_a_real_pack_is_read_with_its_class_names(shared):
     np.testing.assert_array_equal(mnist.test.images[index], np.asarray(picture))
 
 
-def test_a_class_folder_without_files_is_reported(tmp_path):
+@pytest.mark.parametrize("hidden", ["", ".DS_Store", "__MACOSX/cat/0.png"])
+def test_a_class_folder_without_files_is_reported(tmp_path, hidden):
     folder = write(tmp_path / "pets", FULL)
-    for hidden in ((), ("train/eel/.DS_Store",)):  # which a Mac writes into every folder
-        (folder / "train" / "eel").mkdir(exist_ok=True)
-        write(folder, dict.fromkeys(hidden, b"x"))
+    (folder / "train" / "eel").mkdir()
+    # a Mac writes `.DS_Store` into every folder
+    write(folder, {f"train/eel/{hidden}": b"x"} if hidden else {})
+    whole = Path(shutil.make_archive(str(tmp_path / "whole"), "zip", folder))
+    # without members for folders, as some tools write it
+    files = write_zip(tmp_path / "files.zip", FULL | {f"train/eel/{hidden}": b""})
+    for place in (folder, whole, files):
         with pytest.raises(ValueError, match=r"folders without images: \['train/eel'\]"):
-            load_task(folder, image_size=4)
+            load_task(place, image_size=4)
+
+
+def test_a_zip_with_members_for_its_folders_is_the_same_task_as_the_folder(tmp_path):
+    folder = write(tmp_path / "pets", FULL | {"train/.hidden/0.png": b"x", "__MACOSX/a/b": b"x"})
+    file = Path(shutil.make_archive(str(folder), "zip", folder))
+    assert "train/cat/" in zipfile.ZipFile(file).namelist()
+    assert plan_task(file).split_sha256 == plan_task(folder).split_sha256
 
 
 def test_a_pipe_among_the_images_is_refused(tmp_path):

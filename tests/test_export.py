@@ -3,12 +3,14 @@ half-done."""
 
 import dataclasses
 import errno
+import importlib.metadata
 import inspect
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import exporting as example
 import jax
@@ -27,10 +29,16 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
-from cheem_jax.core.routing import Router, RouterConfig, centroid_distances, normalise
+from cheem_jax.core.routing import Router, RouterConfig, centroid_distances, normalise, packed
 from cheem_jax.export import Subject, export, exporting, timm_weights
 from cheem_jax.export.exporting import check, random_images
-from cheem_jax.export.programs import memory_function, stablehlo, to_centroids
+from cheem_jax.export.programs import (
+    memory_function,
+    num_bytes,
+    stablehlo,
+    task_function,
+    to_centroids,
+)
 
 PICTURES = example.PICTURES
 
@@ -56,6 +64,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import jax, numpy as np
 from pathlib import Path
+from typing import Any, Literal
 
 pictures, found = np.load("pictures.npy"), {}
 for file in sys.argv[1:]:
@@ -227,6 +236,15 @@ def test_the_distances_of_a_file_are_the_routers():
     np.testing.assert_allclose(result, centroid_distances(features, centroids), atol=1e-5)
 
 
+def test_the_version_of_a_package_with_another_name_than_its_module_is_known(monkeypatch):
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert exporting._version("jax") == jax.__version__
+    monkeypatch.setattr(importlib.metadata, "version", unknown)  # as with onnxruntime-gpu
+    assert exporting._version("jax") == jax.__version__
+
+
 @pytest.mark.full
 def test_weights_that_tasks_share_are_in_the_file_once():
     config = ViTConfig("wide", 128, 2, 2, image_size=8, patch_size=4, num_classes=0)
@@ -238,25 +256,43 @@ def test_weights_that_tasks_share_are_in_the_file_once():
     new = Expert(jnp.asarray(rng.standard_normal((512, 128)), jnp.float32), jnp.zeros(128))
     pool = ((*first, StoredExpert(new, None, 0)), second)
 
-    def size(*experts: tuple[int | None, ...]) -> int:
+    def subject(
+        *experts: tuple[int | None, ...],
+        kind: Literal["kmeans", "lda"] = "kmeans",
+        rows: int = 1,
+        **settings: Any,
+    ) -> Subject:
         tasks = tuple(
             TaskMemory(
                 f"task{i}",
-                ("a", "b"),
+                ("a", "b") if i or rows == 1 else tuple(map(str, range(rows))),
                 from_strings(["reuse:0"] * 2),
                 used,
-                Head(np.ones((128, 2)), np.ones(2)),
+                # equal numbers would be written as a single one
+                Head(rng.standard_normal((128, num := 2 if i else max(2, rows))), np.ones(num)),
                 np.zeros((2, 128), np.float32),
-                np.zeros((1, 128), np.float32),
+                rng.standard_normal((2 if i else rows, 128)).astype(np.float32),
+                moments={"scatter": packed(np.eye(128))} if kind == "lda" else {},
             )
             for i, used in enumerate(experts)
         )
-        subject = Subject(vit, "mlp_down", pool, tasks, RouterConfig())
-        return len(stablehlo(memory_function(subject), 8).content)
+        return Subject(vit, "mlp_down", pool, tasks, RouterConfig(kind=kind), **settings)
+
+    def size(*experts: tuple[int | None, ...], **settings: Any) -> int:
+        made = subject(*experts, **settings)
+        written = len(stablehlo(memory_function(made), 8).content)
+        assert 0 <= written - num_bytes(made, None) < 100_000
+        return written
 
     one_expert = new.weight.nbytes
     alone, together = size((0, 0)), size((1, 0), (1, None), (1, 0), (None, 0))
     assert one_expert < together - alone < 1.5 * one_expert
+    for kind in ("kmeans", "lda"):
+        for thresholds in (None, (1.0, 1.0)):
+            size((1, 0), (0, 0), kind=kind, rows=500, thresholds=thresholds)
+    made = subject((0, 0), rows=500)
+    written = len(stablehlo(task_function(made, 0), 8).content)
+    assert 0 <= written - num_bytes(made, 0) < 100_000
 
 
 @pytest.mark.full

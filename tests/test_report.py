@@ -155,6 +155,26 @@ def test_a_run_without_references_has_its_tables():
     )  # no config, no share: the plain number
 
 
+def test_a_run_of_an_upper_bound_has_no_accuracy_with_the_task_id_inferred(tmp_path):
+    averages = {"last_accuracy": 0.7, "incremental_accuracy": 0.7, "params_stored": 1}
+    averages |= {"local_last_accuracy": 0.8, "local_incremental_accuracy": 0.8}
+    results = made_up(SMALL, 8, "vit_micro", 32) | averages | {"method": "lora_finetune"}
+    results |= {"references": {}, "fom": None}
+    (row,) = table.method_grid(results).rows
+    assert row[1:6] == ("–", "–", "–", "81.2", "–")
+    assert not any("right" in column for column in table.task_grid(results).columns)
+    assert "inferred" not in table.task_grid(results).caption
+    widths = {}
+    for method in ("cheem", "lora_finetune"):
+        figures.accuracy_heatmap(results | {"method": method}, tmp_path / "matrix.png")
+        figures.accuracy_curve(results | {"method": method}, tmp_path / "curve.png")
+        with Image.open(tmp_path / "matrix.png") as matrix, Image.open(tmp_path / "curve.png") as c:
+            blue = (np.asarray(c.convert("RGB")) == (0x1F, 0x77, 0xB4)).all(axis=-1).any()
+            widths[method] = matrix.width, blue
+    assert widths["lora_finetune"][0] < 0.8 * widths["cheem"][0]
+    assert [blue for _, blue in widths.values()] == [True, False]
+
+
 @pytest.mark.parametrize("draw", [figures.architecture_grid, figures.accuracy_heatmap])
 @pytest.mark.parametrize(("names", "num_blocks"), [(SMALL, 8), (LARGE, 12)])
 def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(

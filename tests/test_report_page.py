@@ -421,6 +421,7 @@ def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
     table = page.text[: page.text.index("Up and to the left")]
     assert "82.0 ± 2.8" in table
     assert "CHEEM, seed 1" in page.text and "EWC, seed 0" in page.text
+    assert "2.96" in table  # FoM against EWC: 48.33 points below the bound, CHEEM 16.33
     links = [
         result["href"]
         for tag, result in page.elements

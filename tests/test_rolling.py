@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from cheem_jax.core.interruption import Stop, Stopped
+from cheem_jax.engine.compilation import Mark
 from cheem_jax.run import rolling
 from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.progress import Progress
@@ -81,6 +82,30 @@ def test_a_corrupted_one_is_reported_and_the_one_before_counts(tmp_path):
     result = Rolling(tmp_path).open(0, said.append)
     assert result is not None and result.meta["step"] == 3
     assert len(said) == 1 and "running-000002 is corrupted" in said[0]
+
+
+def test_the_seconds_of_a_task_include_those_of_all_earlier_processes_until_they_saved(tmp_path):
+    def seconds(session):
+        return session.since(Mark.now())["seconds"]
+
+    def opened(number=0):
+        session = Session(Record(tmp_path))
+        session.begin("cheem", "digits", number)
+        return session
+
+    rolling = Rolling(tmp_path / "checkpoints" / "cheem")
+    earlier = SAVED.meta | {"seconds": {}}
+    rolling.save(0, lambda: Saved(SAVED.arrays, earlier))  # of an earlier version
+    assert seconds(opened()) < 1e5
+    rolling.save(0, lambda: Saved(SAVED.arrays, earlier | {"spent": 1e6}))
+    second = opened()
+    assert seconds(second) >= 1e6
+    second.save(lambda: SAVED)
+    third = opened()
+    assert seconds(third) >= 1e6
+    assert third.saved is not None and not {"spent", "seconds"} & third.saved.meta.keys()
+    third.begin("cheem", "letters", 1)
+    assert seconds(third) < 1e5
 
 
 def test_one_that_another_version_wrote_is_left_and_the_task_begins_again(tmp_path, monkeypatch):

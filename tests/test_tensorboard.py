@@ -122,6 +122,20 @@ def test_each_number_of_the_record_is_a_point_at_its_task_or_epoch(tmp_path):
     assert numbers["full_finetune"] == {"local_accuracy": [(1, 0.97)]}
 
 
+def test_an_upper_bound_has_no_points_of_an_accuracy_with_the_task_id_inferred(tmp_path):
+    record = begin(tmp_path)
+    learn(record, 0, [0.9], [0.9])
+    text = json.dumps(records.read(tmp_path))
+    record.replace(json.loads(text.replace("cheem", "lora_finetune")))
+    tags = numbers_in(write_events(tmp_path) / "lora_finetune" / NAME).keys()
+    assert {tag for tag in tags if "accuracy" in tag} == {
+        "local_accuracy/T1",
+        "local_average_accuracy",
+        "local_last_accuracy",
+        "local_incremental_accuracy",
+    }
+
+
 def test_points_have_the_times_of_the_record_and_architectures_are_images(tmp_path):
     learn(begin(tmp_path), 0, [0.9], [0.9])
     times = [

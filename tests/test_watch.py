@@ -328,7 +328,7 @@ def test_an_invalid_run_is_named_with_the_way_out(tmp_path):
     begin(tmp_path / "compare" / "cheem")
     with pytest.raises(ValueError, match="it contains 1 runs, such as .*compare/cheem"):
         read_snapshot(tmp_path, 0.0)
-    for every in (0.0, -1.0, float("nan")):
+    for every in (0.0, -1.0, float("nan"), float("inf"), 86_401.0):
         with pytest.raises(ValueError, match=f"every is {every}"):
             watch_run(Watch(tmp_path, every=every))
 

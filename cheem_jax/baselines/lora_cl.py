@@ -34,6 +34,7 @@ from cheem_jax.core.settings import FitConfig, Placement, check_types
 from cheem_jax.data.task import Task
 from cheem_jax.engine.feed import Budget, cache_tokens, feed_images
 from cheem_jax.run.method import FrozenNetworks
+from cheem_jax.run.results import counted_since
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import images_left
 
@@ -94,6 +95,7 @@ class LoraCl(ExpertMemory):
         """Train the op of each block and a head, then fit the centroids of the task."""
         config = self.config
         executor = self.executor
+        counters = executor.counters()
         keys = self.keys
         number = task_number(task.name)
         num = len(task.train.labels)
@@ -146,7 +148,7 @@ class LoraCl(ExpertMemory):
             "losses": fitting.progress.losses,
             "skipped_steps": fitting.progress.skipped,
             "not_kept": budget.refused,
-            "engine": executor.counters(),
+            "engine": counted_since(counters, executor.counters()),
             "seconds": session.seconds,
         }
 

@@ -63,6 +63,7 @@ from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, cache_tokens, feed_images
 from cheem_jax.engine.passes import TokenMeans, network_features, no_progress, token_means
 from cheem_jax.run.method import FrozenFeatures, base_network
+from cheem_jax.run.results import counted_since
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.session import Session
 from cheem_jax.run.training import FitState, images_left
@@ -133,6 +134,7 @@ class Cheem(ExpertMemory):
 
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Run all phases of learning the next task, and return its report (see `Method.learn`)."""
+        counters = self.executor.counters()
         learning = self.begin(task, session)
         similarity = self.similarity(learning)
         tables = sampling_tables(self.config, learning.candidates, similarity)
@@ -178,7 +180,7 @@ class Cheem(ExpertMemory):
             **search_report(
                 learning, codes, self.config, architecture_flops(self.executor, supernet)
             ),
-            "engine": self.executor.counters(),
+            "engine": counted_since(counters, self.executor.counters()),
             "seconds": session.seconds,
         }
         if compared:

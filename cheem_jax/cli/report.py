@@ -110,6 +110,8 @@ OTHER_LINES = 20
 MOST_ROWS = 40
 """Maximum number of displayed tasks if the height of the output is unlimited."""
 
+DAY = 86_400
+
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
@@ -127,9 +129,10 @@ class Watch:
 def watch_run(settings: Watch, console: Console | None = None) -> None:
     """Display a run until it finishes or stops. Ctrl-C ends the display and does not affect the
     run."""
-    if not settings.every > 0:
+    if not 0 < settings.every <= DAY:
         raise ValueError(
-            f"every is {settings.every}; expected a positive number of seconds between updates"
+            f"every is {settings.every}; expected a positive number of seconds between updates, at"
+            f" most {DAY:,}"
         )
     console = console or Terminal(width=None if on_screen() else 100)
     snapshot = read_snapshot(settings.run_dir, time.time())

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import stat
@@ -384,6 +385,27 @@ def walk(
             skipped.update(unwanted)
         subfolders[:] = [name for name in subfolders if name not in unwanted]
         yield "".join(f"{part}/" for part in parts), subfolders, names
+
+
+def empty_folders(path: Path) -> set[str]:
+    """Return the folders of a folder or zip that contain neither a visible file nor a visible
+    folder."""
+    if path.is_dir():
+        return {
+            at[:-1]
+            for at, subfolders, names in walk(path)
+            if at and not subfolders and all(map(is_hidden, names))
+        }
+    deepest = set[tuple[str, ...]]()
+    used = set[tuple[str, ...]]([()])
+    for member in _opened(path, stamp_of([path])).namelist():
+        *folders, name = member.split("/")
+        shown = tuple(itertools.takewhile(lambda folder: not is_hidden(folder), folders))
+        deepest.add(shown)
+        if len(shown) == len(folders) and name and not is_hidden(name):
+            used.add(shown)
+    used |= {folders[:depth] for folders in deepest for depth in range(len(folders))}
+    return {"/".join(folders) for folders in deepest - used}
 
 
 def _leads_back(folder: Path) -> bool:

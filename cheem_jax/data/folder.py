@@ -27,6 +27,7 @@ from cheem_jax.data.files import (
     by_name,
     classify,
     composed,
+    empty_folders,
     files_of,
     import_extra,
     is_dead_link,
@@ -358,11 +359,7 @@ def _refuse_folders_without_image(listing: Listing, root: str, depth: int) -> No
     if listing.path.is_dir():
         above = (name for name in listing.names if name.count("/") < depth)
         folders |= {name for name in above if _may_be_dead_folder(listing.path / name)}
-        folders |= {
-            at[:-1]
-            for at, subfolders, names in walk(listing.path)
-            if at and not subfolders and all(map(is_hidden, names))
-        }
+    folders |= empty_folders(listing.path)
     if folders:
         raise ValueError(
             f"{listing.path}: folders without images: {sorted(folders)[:8]}; add images, or remove"

@@ -2,6 +2,7 @@
 before it is written."""
 
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -219,7 +220,7 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
         ],
         "versions": {
             "cheem_jax": __version__,
-            **{name: importlib.metadata.version(name) for name in PACKAGES[kind]},
+            **{name: _version(name) for name in PACKAGES[kind]},
         },
     }
     if index is None:
@@ -240,6 +241,15 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
             "thresholds": None if subject.thresholds is None else list(subject.thresholds),
         }
     return description
+
+
+def _version(module: str) -> str:
+    """Return the version of a package; one of another name, such as onnxruntime-gpu, can contain
+    the module."""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.import_module(module).__version__
 
 
 def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float, set[int]]:

@@ -217,11 +217,21 @@ def _widened(subject: Subject, head: Head) -> Head:
 
 
 def num_bytes(subject: Subject, index: int | None) -> int:
-    """Return the total number of bytes of the distinct backbone and op arrays that a file
-    contains."""
+    """Return the total number of bytes of the arrays that a file contains: the distinct arrays of
+    the backbone and the ops, the heads, and those of a memory's router."""
     networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
     leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
-    return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
+    shared = sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
+    tasks = subject.tasks if index is None else (subject.tasks[index],)
+    numbers = len(tasks) * (subject.vit.config.width + 1) * max(len(task.classes) for task in tasks)
+    if index is None:
+        most, width = max(len(task.centroids) for task in tasks), tasks[0].centroids.shape[1]
+        is_whitened = subject.router.kind == "lda"
+        if is_whitened:
+            numbers += (width + sum(len(task.centroids) for task in tasks)) * width
+        if subject.thresholds is not None or not is_whitened:
+            numbers += len(tasks) * most * width  # equal arrays are written once
+    return shared + 4 * numbers
 
 
 def distances_of(subject: Subject) -> Distances:

@@ -226,7 +226,7 @@ def learn_task(
     session.begin(learner.name, task.name, number)
     if not is_extension:
         after, report = learn(before, task, setup, session)
-        session.record.write("learned", method=learner.name, report=report, **start.since())
+        session.record.write("learned", method=learner.name, report=report, **session.since(start))
         saved = save_memory_task(state.root, after, index, learner.rank)
         session.finish()
         say_learned(report, session)
@@ -234,7 +234,7 @@ def learn_task(
     old = state.index(task.name)
     after, report = extend(before, old, task, setup, session, learned[old]["report"])
     # this entry replaces the earlier one
-    costs = add_costs(learned[old], start.since())
+    costs = add_costs(learned[old], session.since(start))
     session.record.write("learned", method=learner.name, report=report, **costs)
     history = [
         *state.config.extended.get(task.name, []),

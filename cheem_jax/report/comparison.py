@@ -6,10 +6,19 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.core import metrics
-from cheem_jax.report.table import COLUMNS, IMAGES_COUNT, METHODS, NONE, UPPER_BOUNDS, Grid, percent
+from cheem_jax.report.table import (
+    AGNOSTIC,
+    COLUMNS,
+    IMAGES_COUNT,
+    METHODS,
+    NONE,
+    UPPER_BOUNDS,
+    Grid,
+    percent,
+)
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Results of runs, keyed by method, with one item per seed."""
+"""Results of runs, keyed by method or by another name of the row, with one item per seed."""
 
 MEASURES = (
     "average_accuracy",
@@ -34,17 +43,14 @@ MEASURES = (
 `params_stored` are numbers of parameters, and `seconds` is the time spent on learning."""
 
 
-AGNOSTIC = ("average_accuracy", "last_accuracy", "incremental_accuracy", "average_forgetting")
-"""Measures for which the task ID is inferred."""
-
-
 def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
     """Make one row per method, with the mean and the sample standard deviation of every measure
     over the runs of the method.
 
     The standard deviation is None if there is only one run. A measure is None if a run lacks it.
     `fom` is CHEEM's figure of merit relative to the method, computed from means over runs. It is
-    None if runs of CHEEM or of the upper bound are missing.
+    None if runs of CHEEM or of the upper bound are missing. Rows named otherwise are recognised by
+    the method of their runs; of several such rows of CHEEM, none is chosen.
     """
     rows = []
     for method, runs in runs_by_method.items():
@@ -71,10 +77,24 @@ def comparison(runs_by_method: Runs) -> list[dict[str, Any]]:
                 },
             }
         )
-    by_name = {row["method"]: row for row in rows}
+    cheem, upper = (_row_of(method, rows, runs_by_method) for method in ("cheem", "full_finetune"))
     for row in rows:
-        row["fom"] = _figure_of_merit(by_name, row)
+        is_bound = runs_by_method[row["method"]][0]["method"] in UPPER_BOUNDS
+        if cheem and upper and row is not cheem and not is_bound:
+            row["fom"] = _figure_of_merit(upper, cheem, row)
     return rows
+
+
+def _row_of(
+    method: str, rows: Sequence[dict[str, Any]], runs_by_method: Runs
+) -> dict[str, Any] | None:
+    """Return the row with the name of the method, or else its only row; None if there is no such
+    row or more than one."""
+    named = [row for row in rows if row["method"] == method]
+    matching = named or [
+        row for row in rows if runs_by_method[row["method"]][0]["method"] == method
+    ]
+    return matching[0] if len(matching) == 1 else None
 
 
 def measure(run: Mapping[str, Any], name: str) -> float | None:
@@ -90,22 +110,16 @@ def measure(run: Mapping[str, Any], name: str) -> float | None:
 
 
 def _figure_of_merit(
-    rows: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Any]
+    upper: Mapping[str, Any], cheem: Mapping[str, Any], baseline: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    if not {"cheem", "full_finetune"} <= set(rows) or baseline["method"] in (
-        "cheem",
-        *UPPER_BOUNDS,
-    ):
+    measures = [upper["local_average_accuracy"]]
+    measures += [
+        row[name] for row in (cheem, baseline) for name in ("average_accuracy", "flops_paper")
+    ]
+    # 0 FLOPs stand for unknown ones
+    if not all(measures) or not cheem["flops_paper"]["mean"] or not baseline["flops_paper"]["mean"]:
         return None
-    upper = rows["full_finetune"]["local_average_accuracy"]
-    cheem = rows["cheem"]
-    value = metrics.figure_of_merit(
-        upper["mean"],
-        cheem["average_accuracy"]["mean"],
-        cheem["flops_paper"]["mean"],
-        baseline["average_accuracy"]["mean"],
-        baseline["flops_paper"]["mean"],
-    )
+    value = metrics.figure_of_merit(*(each["mean"] for each in measures))
     return None if value is None else {"mean": value, "std": None}
 
 

@@ -21,7 +21,14 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.report import memories
-from cheem_jax.report.table import MEANING, method_grid, percent, spread, task_grid
+from cheem_jax.report.table import (
+    MEANING,
+    UPPER_BOUNDS,
+    method_grid,
+    percent,
+    spread,
+    task_grid,
+)
 from cheem_jax.run.results import Results, curve_of
 
 INK, FAINT = "#262626", "#757575"
@@ -125,18 +132,19 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
 
 def accuracy_heatmap(results: Results, file: Path) -> None:
     """Write two heat maps of the accuracy on each task (column) after learning each task (row): one
-    with the task ID inferred, one with the task ID given."""
+    with the task ID inferred, one with the task ID given. Upper bounds have only the latter."""
     names = _labels(results)
     shown = spread(len(names), MOST_CELLS)
     # the titles need at least 2.9 inches
     labels = [names[index] for index in shown]
     side = max(0.56 * len(shown), 2.9)
-    figure = Figure(figsize=(2 * side + 3.5, side + 3), dpi=DPI, layout="constrained")
+    panels = _panels(results)
+    figure = Figure(figsize=(len(panels) * side + 3.5, side + 3), dpi=DPI, layout="constrained")
     images = []
-    both = figure.subplots(1, 2, sharey=True)
+    (both,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     colours = colormaps["YlGnBu"].with_extremes(bad="#f4f4f4")
-    panels = (("accuracy", "task ID inferred", ""), ("local_accuracy", "task ID given", "local_"))
-    for axes, (key, title, prefix) in zip(both, panels, strict=True):
+    for axes, (prefix, title, _) in zip(both, panels, strict=True):
+        key = f"{prefix}accuracy"
         values = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
         images.append(
             axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=100, aspect="auto")
@@ -165,7 +173,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
         )
         axes.set_title(text, fontsize=10, color=INK)
     both[0].set_ylabel("after learning", color=FAINT)
-    bar = figure.colorbar(images[0], ax=both, aspect=25)
+    bar = figure.colorbar(images[0], ax=[*both], aspect=25)
     bar.set_label("accuracy, %", color=FAINT, fontsize=9)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.ax.tick_params(length=0, labelsize=8, colors=INK)
@@ -174,18 +182,15 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
 
 def accuracy_curve(results: Results, file: Path) -> None:
     """Write a figure of the accuracy over the test images of all tasks so far, after each task. One
-    curve is with the task ID inferred, the other with the task ID given."""
+    curve is with the task ID inferred, the other with the task ID given. Upper bounds have only the
+    latter."""
     names = _labels(results)
     figure = Figure(figsize=(max(0.5 * min(len(names), MOST_CELLS), 4) + 2, 4), dpi=DPI)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     shown = spread(len(names), MOST_CELLS)
-    for key, title, colour in (
-        ("local_accuracy", "task ID given", FAINT),
-        ("accuracy", "task ID inferred", "#1f77b4"),
-    ):
-        curve = 100 * curve_of(results[key], results["tasks"])
-        prefix = "" if key == "accuracy" else "local_"
+    for prefix, title, colour in reversed(_panels(results)):
+        curve = 100 * curve_of(results[f"{prefix}accuracy"], results["tasks"])
         label = f"{title}: Ā {percent(results[f'{prefix}incremental_accuracy'])} %"
         axes.plot(range(len(curve)), curve, "o-", color=colour, markersize=4, label=label)
     axes.set_xticks(shown, [names[index] for index in shown], rotation=90, fontsize=9)
@@ -195,6 +200,13 @@ def accuracy_curve(results: Results, file: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     save(figure, file)
+
+
+def _panels(results: Results) -> list[tuple[str, str, str]]:
+    """Return the prefix of the results' keys, the title and the colour of each kind of accuracy."""
+    inferred = ("", "task ID inferred", "#1f77b4")
+    given = ("local_", "task ID given", FAINT)
+    return [given] if results["method"] in UPPER_BOUNDS else [inferred, given]
 
 
 def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = None) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.data.files import import_extra
+from cheem_jax.report.table import AGNOSTIC, UPPER_BOUNDS
 from cheem_jax.run.record import read
 from cheem_jax.run.results import averages, matrices, num_tested
 
@@ -70,11 +71,14 @@ def _points(
             image = np.array([rgb], np.uint8).transpose(2, 0, 1)
             yield method, "architecture", step, image.repeat(32, axis=1).repeat(32, axis=2)
     for method, measured in entry.get("methods", {}).items():
-        for key in ("accuracy", "local_accuracy"):
+        # upper bounds are given the task ID, so they have no task-agnostic accuracy
+        keys = ("local_accuracy",) if method in UPPER_BOUNDS else ("accuracy", "local_accuracy")
+        for key in keys:
             for task, value in enumerate(measured[key], start=1):
                 yield method, f"{key}/T{task}", len(evaluated), value
         num_images = num_tested([tasks[index] for index in range(len(evaluated))])
         for key, value in averages(*matrices(evaluated, method), num_images).items():
-            yield method, key, len(evaluated), value
+            if not (method in UPPER_BOUNDS and key in AGNOSTIC):
+                yield method, key, len(evaluated), value
     if entry["event"] == "upper_bound":
         yield "full_finetune", "local_accuracy", entry["index"] + 1, entry["test_accuracy"]

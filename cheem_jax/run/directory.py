@@ -54,10 +54,14 @@ def check_settings(directory: Path, config: Mapping[str, Any], *, is_whole: bool
         recorded = {key: value for key, value in recorded.items() if key in config}
     # An earlier version did not record the router (only its weights) and the measured split (only
     # the fingerprint of its images).
-    absent = {"router", "measured_on"} - recorded.keys()
+    is_same_data = recorded.get("data_sha256") == to_json(config.get("data_sha256"))
+    absent = {"router", *(["measured_on"] if is_same_data else [])} - recorded.keys()
     config = {key: value for key, value in config.items() if key not in absent}
-    if differences := find_differences(recorded, to_json(config)):
-        is_data = any(leaf.place[0] == "data_sha256" for leaf in differences)
+    differences = find_differences(recorded, to_json(config))
+    # images of another split have other fingerprints, so the split is the cause
+    if differences := sorted(differences, key=lambda leaf: leaf.place[0] != "measured_on"):
+        names = {leaf.place[0] for leaf in differences}
+        is_data = "data_sha256" in names and "measured_on" not in names
         data = "; streamed images need unchanged files and --images.keep stream" * is_data
         raise ValueError(
             f"run directory {str(directory)!r} contains another run:"

@@ -3,7 +3,7 @@ figures."""
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,15 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         "fingerprint": list(
             dict.fromkeys(entry["fingerprint"] for entry in entries if "fingerprint" in entry)
         ),
-        "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
+        "peak_memory_bytes": max(
+            filter(None, (entry["peak_memory_bytes"] for entry in evaluated)), default=None
+        ),
         "tasks": [
             _task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)
         ],
         "engine": (
             {key: setting.get(key) for key in ("executor", "precision", "device")}
-            | main[-1].get("engine", {})
+            | add_counters(report.get("engine", {}) for report in main)
         ),
         "compile": {
             key: sum(entry["compile"][key] for entry in timed)
@@ -152,6 +154,27 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         result["similarity"] = [report["similarity"] for report in main]
     result["fom"] = _figure_of_merit(result)
     return result
+
+
+def counted_since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counters of an executor since `before`; runs of one process can share it. Texts
+    stay."""
+    return {
+        key: value - before[key] if isinstance(value, int | float) else value
+        for key, value in after.items()
+    }
+
+
+def add_counters(counters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums of the counters of all tasks; an earlier version counted since the executor
+    was made."""
+    total: dict[str, Any] = {}
+    for one in counters:
+        total |= {
+            key: total.get(key, 0) + value if isinstance(value, int | float) else value
+            for key, value in one.items()
+        }
+    return total
 
 
 SETTING = (

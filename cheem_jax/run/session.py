@@ -12,9 +12,11 @@ from typing import Any
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.settings import Advance
 from cheem_jax.engine import hosts
+from cheem_jax.engine.compilation import Mark
 from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.fingerprint import digest
+from cheem_jax.run.peak import Peak
 from cheem_jax.run.progress import Progress, Status
 from cheem_jax.run.record import Record
 from cheem_jax.run.rolling import Rolling, Saved, check_interval
@@ -58,6 +60,8 @@ class Session:
         checkpoint."""
         self.saving_seconds = 0.0
         """Seconds spent on saving rolling checkpoints of the task."""
+        self.peak = Peak()
+        """Peak memory since the work began; by default, since the process began."""
         self._record = record
         self._status = status
         self._save_every = save_every
@@ -66,6 +70,8 @@ class Session:
         self._number = 0
         self._rolling: Rolling | None = None
         self._seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+        self._spent = 0.0
         self._outermost: tuple[str, float] | None = None
 
     @property
@@ -90,10 +96,14 @@ class Session:
         self._number = number
         self._rolling = Rolling(self.root(method), every=self._save_every)
         self._seconds = {}
+        self._start = time.perf_counter()
+        self._spent = 0.0
         self.saving_seconds = 0.0
         self.saved = self._rolling.open(number, self.say)
         if self.saved is not None:
             self._seconds = self.saved.meta.pop("seconds")
+            # an earlier version did not save it
+            self._spent = self.saved.meta.pop("spent", 0.0)
             self.say(f"{task}: resuming from its rolling checkpoint")
 
     def finish(self) -> None:
@@ -111,6 +121,13 @@ class Session:
             return dict(self._seconds)
         name, start = self._outermost
         return {**self._seconds, name: self._seconds.get(name, 0.0) + time.perf_counter() - start}
+
+    def since(self, start: Mark) -> dict[str, Any]:
+        """Return the seconds and compilations since `start` for the record. The seconds include
+        those of earlier processes until they saved the rolling checkpoint from which the task
+        resumed, like the seconds of its phases."""
+        costs = start.since()
+        return {**costs, "seconds": costs["seconds"] + self._spent}
 
     @contextmanager
     def phase(
@@ -174,7 +191,8 @@ class Session:
 
         def with_seconds() -> Saved:
             arrays, meta = state()
-            return Saved(arrays, {**meta, "seconds": self.seconds})
+            spent = self._spent + time.perf_counter() - self._start
+            return Saved(arrays, {**meta, "seconds": self.seconds, "spent": spent})
 
         if self._rolling is not None:
             self.saving_seconds += self._rolling.save(self._number, with_seconds)

@@ -35,7 +35,6 @@ from cheem_jax.cheem.config import OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import train_steps
 from cheem_jax.cli.running import run_command
-from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
@@ -46,6 +45,7 @@ from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, cache_tokens
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run import fingerprint
+from cheem_jax.run.peak import peak_memory_bytes
 from cheem_jax.run.record import to_json
 
 ROOT = Path(__file__).parents[2]
