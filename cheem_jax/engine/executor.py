@@ -180,10 +180,9 @@ class Executor(abc.ABC):
         graphdef, state = nnx.split(vit)
         leaves, treedef = jax.tree.flatten(state)
         splits = [nnx.split(block) for block in vit.blocks]
-        placed = {id(leaf): layout.replicate(leaf) for leaf in leaves}
-        self.leaves = [placed[id(leaf)] for leaf in leaves]
-        # Blocks use their matrices only as operands of matrix products. The matrices are therefore
-        # rounded to the operand type once, here, and not in every call.
+        self.leaves = [layout.replicate(leaf) for leaf in leaves]
+        placed = dict(zip(map(id, leaves), self.leaves, strict=True))
+        # matrices are only operands of products, so they are rounded here, not in every call
         operand = jnp.dtype(vit.config.precision)
         self.blocks = [
             tuple(
@@ -283,8 +282,7 @@ class Executor(abc.ABC):
         return self._features(self.leaves, tokens)
 
     def mean_patch(self, tokens: jax.Array) -> jax.Array:
-        """Compute the mean `[B, D]` of all tokens `[B, N, D]` except the CLS token: patches and
-        registers."""
+        """Compute the mean `[B, D]` of tokens `[B, N, D]` without the CLS token."""
         return self._mean_patch(tokens)
 
     def classify(
