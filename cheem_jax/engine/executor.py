@@ -197,12 +197,10 @@ class Executor(abc.ABC):
         )
         block_graph = splits[0][0]
         block_tree = jax.tree.structure(splits[0][1])
-        compiler_options = jit_options(vit.config.precision, deterministic)
+        compiler = jit_options(vit.config.precision, deterministic)
 
         def jit(function: Callable[..., Any], **options: Any) -> Any:
-            return layout.jit(
-                traced_for(device, function), compiler_options=compiler_options, **options
-            )
+            return layout.jit(traced_for(device, function), compiler_options=compiler, **options)
 
         def merge_block(leaves) -> Block:
             return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
