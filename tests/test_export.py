@@ -64,7 +64,6 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import jax, numpy as np
 from pathlib import Path
-from typing import Any, Literal
 
 pictures, found = np.load("pictures.npy"), {}
 for file in sys.argv[1:]:
