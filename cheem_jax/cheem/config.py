@@ -113,7 +113,8 @@ class CheemConfig:
     """`hee` samples as in the paper. `uniform` is the paper's pure exploration: eps1 = eps2 = 1,
     also in mutation. `anchored` trains no supernet: it adapts the base expert in each block, and
     skips the least useful blocks of the second half before training (docs/search.md). Of the
-    supernet, the exploration, the search and `weights`, only `max_flops` then has an effect."""
+    supernet, the exploration, the search and `weights`, only `max_flops` then has an effect, and
+    the similarity is for the report alone."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     finetune: FitConfig = FitConfig(epochs=20)
