@@ -155,6 +155,15 @@ def test_a_run_without_references_has_its_tables():
     )  # no config, no share: the plain number
 
 
+def test_the_title_of_an_axis_is_whole_next_to_long_names_of_tasks(tmp_path):
+    results = made_up(SMALL, 8, "vit_micro", 32)
+    averages = {"incremental_accuracy": 0.7, "local_incremental_accuracy": 0.8}
+    tasks = [task | {"name": "daimler_pedestrians"} for task in results["tasks"]]
+    figures.accuracy_curve(results | averages | {"tasks": tasks}, tmp_path / "curve.png")
+    with Image.open(tmp_path / "curve.png") as image:
+        assert np.asarray(image.convert("L"))[:3, :80].min() == 255
+
+
 def test_a_run_of_an_upper_bound_has_no_accuracy_with_the_task_id_inferred(tmp_path):
     averages = {"last_accuracy": 0.7, "incremental_accuracy": 0.7, "params_stored": 1}
     averages |= {"local_last_accuracy": 0.8, "local_incremental_accuracy": 0.8}

@@ -195,7 +195,7 @@ def accuracy_curve(results: Results, file: Path) -> None:
         axes.plot(range(len(curve)), curve, "o-", color=colour, markersize=4, label=label)
     axes.set_xticks(shown, [names[index] for index in shown], rotation=90, fontsize=9)
     axes.set_xlabel("after learning", color=FAINT)
-    axes.set_ylabel("accuracy over all classes so far, %", color=FAINT)
+    axes.set_ylabel("accuracy over all\nclasses so far, %", color=FAINT)
     axes.tick_params(colors=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
