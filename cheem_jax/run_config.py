@@ -20,7 +20,7 @@ from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
 from cheem_jax.baselines.catalogue import MethodConfig, make, make_preset
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
-from cheem_jax.cheem.config import CheemConfig, Preset
+from cheem_jax.cheem.config import CheemConfig, Preset, computes_similarity
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing import PAPER
@@ -157,7 +157,7 @@ class RunInputs(NamedTuple):
             "image_size": pretrained.config.image_size,
             # `cheem run` rotates no image, as the paper's loaders
             "upright": any(task.upright for task in stream.tasks),
-            "base_means": base_means if isinstance(method, CheemConfig) else None,
+            "base_means": base_means if computes_similarity(method) else None,
             "precision": config.engine.precision,
             "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
             "router": (router or pretrained).config.name,
@@ -174,7 +174,7 @@ class RunInputs(NamedTuple):
         if executor.layout.is_many:
             over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
             sentences.append(f"each batch is split over {executor.layout.num} devices{over}")
-        if self.base.values is None and isinstance(method, CheemConfig):
+        if self.base.values is None and computes_similarity(method):
             reason = (
                 "not used, as configured"
                 if method.base_means == "neutral"
@@ -249,7 +249,7 @@ def find_base_means(
     If the weights do not contain the means, they are measured on `images`. Without `images`, the
     means are unknown.
     """
-    if not isinstance(config, CheemConfig) or config.base_means == "neutral":
+    if not computes_similarity(config) or config.base_means == "neutral":
         return BaseMeans()
     setting = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
     if (means := pretrained.base_means.get(setting)) is not None:

@@ -15,7 +15,7 @@ from charts import check_folder
 from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
 from cheem_jax.baselines.catalogue import FrozenNetworks, MethodName, make_preset
-from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset, computes_similarity
 from cheem_jax.cli import run as cheem_run
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.core.settings import SeedsConfig
@@ -259,7 +259,7 @@ def run_settings(study: Study, variant: Variant, seed: int) -> cheem_run.RunSett
             "method": variant.method,
             "cheem": CheemConfig(**vars(config)) if is_cheem else PRESETS[preset],
             "options": None if is_cheem else config,
-            "base_data": study.base_data if is_cheem else None,
+            "base_data": study.base_data if computes_similarity(config) else None,
             "seed": seed,
             "num_seeds": 1,
             **variant.run,

@@ -150,10 +150,12 @@ def test_settings_of_another_method_are_refused():
     asked = cheem_run.read_arguments(["--method", "l2p", "--cheem.ops.rank", "3"])
     with pytest.raises(ValueError, match="the settings of l2p are --options"):
         cheem_run.make_method_config(asked)
-    with pytest.raises(ValueError, match="anchors the similarity of CHEEM"):
-        cheem_run.make_run_config(
-            cheem_run.read_arguments(["--method", "l2p", "--base-data", "pictures"])
-        )
+    for words, name in (
+        (["--method", "l2p"], "l2p"),
+        (["--preset", "quick_plus"], "backward elimination"),
+    ):
+        with pytest.raises(ValueError, match=f"similarity of CHEEM, which {name} does not use"):
+            cheem_run.make_run_config(cheem_run.read_arguments([*words, "--base-data", "pictures"]))
 
 
 def test_paths_become_absolute_and_a_home_folder_is_looked_up():

@@ -283,7 +283,7 @@ def test_resuming_is_exact_with_every_executor_search_and_augmentation(tmp_path,
         CONFIG, method=method, engine=EngineConfig(executor=name, steps_per_call=2)
     )
     whole = run(tmp_path / "whole", ONE_TASK, config)
-    phases = [("supernet", 3), ("search", 5), ("finetune", 3)]
+    phases = [("supernet", 3), ("search", 1), ("search", 5), ("finetune", 3)]
     for phase, number in phases[method.sampling == "anchored" :]:
         with pytest.raises(Stopped):
             progress = Signalling((phase, "task0"), number, signal.SIGINT)

@@ -1246,6 +1246,10 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
     base = small.task("photos", 11)
     with pytest.raises(ValueError, match="give base_data"):
         begin(tmp_path / "a", num_classes=3, keep_base=True)
+    with pytest.raises(ValueError, match="auto does not use base_data"):
+        cheem_jax.create(
+            tmp_path / "a", backbone=NAME, weights=small.save_weights(tmp_path), base_data=base
+        )
     with pytest.raises(ValueError, match="has no head"):
         begin(tmp_path / "b", base_data=base, keep_base=True)
     memory = begin(tmp_path / "c", num_classes=3, base_data=base, keep_base=True)
@@ -1390,22 +1394,21 @@ def test_a_memory_begins_with_a_run_of_another_pixel_scale_or_leaves_nothing(
 
 
 @pytest.mark.full
-def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_carry_some(tmp_path):
-    lacking, carrying = small.save_weights(tmp_path), tmp_path / "with.safetensors"
-    pretrained, run = load_pretrained(NAME, weights=lacking), tmp_path / "run"
-    pictures = small.task("base", 9).train.images
-    means = base_means(small.backbone(), pictures)
-    save_converted(carrying, dataclasses.replace(pretrained, base_means=means))
+def test_a_memory_begins_with_a_run_that_measured_base_means_without_these_means(tmp_path):
+    run = tmp_path / "run"
+    pretrained = load_pretrained(NAME, weights=small.save_weights(tmp_path))
+    stream, pictures = Stream("one", STREAM.tasks[:1]), small.task("base", 9).train.images
     config = RunConfig(small.QUICK, "quick")
-    run_stream(
-        Stream("one", STREAM.tasks[:1]), pretrained, config, run, Progress(), base_images=pictures
+    run_stream(stream, pretrained, config, run, Progress(), base_images=pictures)
+    assert results_of(read(run))["base_means"] == "known"
+    memory = cheem_jax.begin_with(tmp_path / "pets", run, weights=tmp_path / "weights.safetensors")
+    memory.learn(STREAM.tasks[1])
+    first, second = (
+        entry["report"] for entry in read(tmp_path / "pets") if entry["event"] == "learned"
     )
-    with pytest.raises(
-        ValueError, match="measured mean CLS tokens of the pretraining data, which .* lacks"
-    ):
-        cheem_jax.begin_with(tmp_path / "pets", run, weights=lacking)
-    memory = cheem_jax.begin_with(tmp_path / "pets", run, weights=carrying)
-    assert [task.name for task in memory.tasks] == ["task0"]
+    assert "similarity" in first and "similarity" not in second
+    results = results_of(read(tmp_path / "pets"))
+    assert results["base_means"] == "known" and "similarity" not in results
 
 
 @pytest.mark.full

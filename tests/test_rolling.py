@@ -192,6 +192,17 @@ def test_a_phase_with_nothing_to_keep_stops_without_saving(tmp_path):
     assert not session.root("m").exists()
 
 
+def test_a_phase_whose_state_has_no_arrays_yet_stops_without_saving(tmp_path):
+    stop = Stop()
+    session = task_session(tmp_path, stop)
+    stop.signal_number = 2
+    with pytest.raises(Stopped):
+        with session.phase("search", 10, lambda: Saved({}, {"generations": 0})) as advance:
+            advance(1)
+    assert not session.root("m").exists()
+    assert task_session(tmp_path, Stop()).saved is None
+
+
 def test_inner_phases_count_as_part_of_the_outermost():
     session = Session()
     with session.phase("finetune"), session.phase("means", 10) as advance:

@@ -3,7 +3,7 @@ smaller values for a CPU."""
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 from cheem_jax.core.routing import Reads, RouterConfig, num_stored
 from cheem_jax.core.settings import KINDS, FitConfig, Kind, Placement, Token, check_types
@@ -114,7 +114,7 @@ class CheemConfig:
     also in mutation. `anchored` trains no supernet: it adapts the base expert in each block, and
     skips the least useful blocks of the second half before training (docs/search.md). Of the
     supernet, the exploration, the search and `weights`, only `max_flops` then has an effect, and
-    the similarity is for the report alone."""
+    no similarity is computed."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     finetune: FitConfig = FitConfig(epochs=20)
@@ -146,6 +146,12 @@ class CheemConfig:
                 "sampling anchored uses Adapt and Skip, without a supernet; leave out remove, or"
                 " take sampling hee"
             )
+
+
+def computes_similarity(config: object) -> TypeGuard[CheemConfig]:
+    """Return whether a method with the settings `config` computes the similarity of each task to
+    the pretraining data and to the earlier tasks (section 'Task similarity')."""
+    return isinstance(config, CheemConfig) and config.sampling != "anchored"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@ by hierarchical exploration and exploitation (paper section 'Our Proposed CHEEM'
 
 Each task is learned in these phases: compute the similarity of the task to all earlier tasks, train
 the supernet, search for the target network, train the target network stand-alone, add its experts
-to the pool, and fit the router to the task. Backward elimination searches without a supernet.
+to the pool, and fit the router to the task. Backward elimination searches without similarity and
+supernet.
 """
 
 import dataclasses
@@ -136,12 +137,12 @@ class Cheem(ExpertMemory):
         """Run all phases of learning the next task, and return its report (see `Method.learn`)."""
         counters = self.executor.counters()
         learning = self.begin(task, session)
-        similarity = self.similarity(learning)
-        tables = sampling_tables(self.config, learning.candidates, similarity)
-        trained = None
+        similarity = trained = None
         if self.config.sampling == "anchored":
             codes = self.eliminate(learning)
         else:
+            similarity = self.similarity(learning)
+            tables = sampling_tables(self.config, learning.candidates, similarity)
             trained = self.train_supernet(learning, tables)
             codes = self.search(learning, tables, trained)
         finished = self.finetune(learning, trained, codes)
@@ -625,16 +626,19 @@ def sampling_tables(
 
 def phase_report(
     learning: Learning,
-    similarity: Float[np.ndarray, "E L"],
+    similarity: Float[np.ndarray, "E L"] | None,
     trained: SupernetFit | None,
     finished: SupernetFit,
 ) -> dict[str, Any]:
-    """Report the similarity, the losses of both training stages, the number of skipped steps, and
-    descriptions of the values that did not fit into the cache."""
-    return {
-        "similarity": [
+    """Report the similarity if it was computed, the losses of both training stages, the number of
+    skipped steps, and descriptions of the values that did not fit into the cache."""
+    report = {}
+    if similarity is not None:
+        report["similarity"] = [
             [None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity
-        ],
+        ]
+    return {
+        **report,
         "supernet_losses": [] if trained is None else trained.progress.losses,
         "finetune_losses": finished.progress.losses,
         "skipped_steps": learning.underway.skipped,

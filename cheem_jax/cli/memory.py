@@ -140,8 +140,8 @@ class Learn(OfData, OfMemory):
     seed: int | None = None
     """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
-    """For a new memory: a folder or zip with images of the pretraining data. New tasks are compared
-    with these images."""
+    """For a new memory: a folder or zip with images of the pretraining data, for --keep-base. The
+    paper's search also compares new tasks with these images."""
     keep_base: bool = False
     """For a new memory: also predict the classes of the pretraining data (with --base-data)."""
     base_classes: Path | None = None

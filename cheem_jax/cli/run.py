@@ -20,7 +20,7 @@ from cheem_jax.baselines.catalogue import (
     make_preset,
 )
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
-from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset, computes_similarity
 from cheem_jax.cli.arguments import arguments_of, located, parse
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.images import Images
@@ -62,8 +62,9 @@ class Common(StreamInputs):
     """Settings that `cheem run` and `experiments/study.py` share."""
 
     base_data: str | None = None
-    """Images of the pretraining data (a source of one task, as for `--stream`). CHEEM computes the
-    similarity of a task to the pretraining data from the mean CLS tokens of these images."""
+    """Images of the pretraining data (a source of one task, as for `--stream`). The paper's search
+    computes the similarity of a task to the pretraining data from the mean CLS tokens of these
+    images."""
     engine: EngineConfig = EngineConfig()
     """Execution of networks."""
     devices: Literal["all"] | int = 1
@@ -204,10 +205,10 @@ def make_run_config(settings: RunSettings) -> RunConfig:
         bound = make_preset("full_finetune", settings.preset)
         assert isinstance(bound, FullFinetuneConfig)
     method = make_method_config(settings)
-    if settings.base_data is not None and not isinstance(method, CheemConfig):
+    if settings.base_data is not None and not computes_similarity(method):
+        name = "backward elimination" if isinstance(method, CheemConfig) else method.name
         raise ValueError(
-            f"--base-data anchors the similarity of CHEEM, which {method.name} does not use; omit"
-            " it"
+            f"--base-data anchors the similarity of CHEEM, which {name} does not use; omit it"
         )
     if settings.router is None and settings.router_weights is not None:
         raise ValueError("--router-weights are those of the network that --router names; give both")

@@ -153,8 +153,9 @@ def without_task(
                     continue
                 if report["index"] > index:
                     report["index"] -= 1
-                    # the first row of similarities belongs to the pretraining data
-                    report["similarity"] = _cut(report["similarity"], index + 1)
+                    if "similarity" in report:
+                        # the first row of similarities belongs to the pretraining data
+                        report["similarity"] = _cut(report["similarity"], index + 1)
                 report["pool"] = [
                     [_renumber(expert, index) for expert in block] for block in report["pool"]
                 ]

@@ -205,8 +205,10 @@ def extend(
         "num_classes": [len(before.classes), len(task.classes)],
     }
     skipped = [*earlier.get("skipped_images", []), *task.skipped]
-    # Similarities to tasks that were learned after this task are unknown.
-    unknown = [[None] * len(memory.pool)] * (len(memory.tasks) - index)
+    if "similarity" in earlier:
+        # similarities to tasks that were learned after this task are unknown
+        unknown = [[None] * len(memory.pool)] * (len(memory.tasks) - index)
+        earlier = {**earlier, "similarity": [*earlier["similarity"], *unknown]}
     if report["extension"]["kept"] != "unchanged":
         # the frozen backbone was compared with the head before the extension
         earlier = {key: value for key, value in earlier.items() if key != "frozen_head"}
@@ -220,7 +222,6 @@ def extend(
         "num_tested": len(task.test.labels) or len(task.val.labels),
         **({"skipped_images": skipped} if skipped else {}),
         "seconds": dict(Counter(earlier["seconds"]) + Counter(report["seconds"])),
-        "similarity": [*earlier["similarity"], *unknown],
     }
 
 

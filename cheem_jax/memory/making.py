@@ -10,7 +10,14 @@ import numpy as np
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, hash_file, load_pretrained, save_converted
-from cheem_jax.cheem.config import PRESETS, QUICK_PLUS, CheemConfig, LearnPreset, auto_router
+from cheem_jax.cheem.config import (
+    PRESETS,
+    QUICK_PLUS,
+    CheemConfig,
+    LearnPreset,
+    auto_router,
+    computes_similarity,
+)
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing import calibrate, centroid_distances, fit_statistics
@@ -36,7 +43,7 @@ from cheem_jax.run.checkpoint import copy_task, save_task, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
-from cheem_jax.run_config import find_base_means, make_networks
+from cheem_jax.run_config import make_networks
 
 ENGINE = EngineConfig()
 _BASE_NUMBER = 2**32 - 1
@@ -70,8 +77,9 @@ def create(
             their EXIF orientation.
         method: settings of CHEEM that replace the settings of the preset.
         augment: augment training images randomly with another preset than `auto`, too.
-        base_data: images of the pretraining data, in a form that `learn` accepts. CHEEM computes
-            the similarity of a task to the pretraining data from their mean CLS tokens.
+        base_data: images of the pretraining data, in a form that `learn` accepts, for `keep_base`.
+            The paper's search computes the similarity of a task to the pretraining data from their
+            mean CLS tokens.
         keep_base: also predict the classes of the pretraining data.
         base_classes: names of the classes that `keep_base` adds; by default, the folder names of
             `base_data`.
@@ -101,6 +109,10 @@ def create(
         raise ValueError(
             "keep_base needs images of the backbone's classes for the router; give base_data"
         )
+    if base_data is not None and not (keep_base or computes_similarity(config)):
+        raise ValueError(
+            f"the preset {label} does not use base_data; omit it, or give keep_base as well"
+        )
     if base_classes is not None and not keep_base:
         raise ValueError(
             "base_classes names classes that the memory would not predict; give keep_base as well"
@@ -127,9 +139,11 @@ def create(
             raise ValueError(f"{settings.backbone} has no head, so it has no classes to keep")
         task = read_base_task(base_data, settings.image_size, progress, upright=settings.upright)
         settings = dataclasses.replace(settings, base_data_sha256=data_hash(task))
-        means = base_means(vit, task.train.images, batch_size=config.batch_size)
+        if computes_similarity(config):
+            measured = base_means(vit, task.train.images, batch_size=config.batch_size)
+            means = {**pretrained.base_means, **measured}
+            pretrained = dataclasses.replace(pretrained, base_means=means)
         del vit
-        pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **means})
         if keep_base:
             base = _base_target(task, base_classes, settings, pretrained, engine)
     with new_directory(directory) as partial:
@@ -205,9 +219,7 @@ def begin_with(
     """Create a memory from the tasks of a finished run of CHEEM; the run stays unchanged.
 
     New tasks are learned with the preset `auto`, with the run's router and rank of stored pairs.
-    They are compared with the same mean CLS tokens of the pretraining data as in the run. Raises
-    ValueError if the weights do not contain these tokens, and the errors of `open_memory` and
-    `create`.
+    Raises ValueError if `run` is a memory, and the errors of `open_memory` and `create`.
     """
     directory = absolute(directory)
     source = open_memory(run, weights=weights, engine=engine)
@@ -217,24 +229,6 @@ def begin_with(
         )
     names = tuple(task.name for task in source.tasks)
     values = read_config(source.directory)
-    method = source.config.method
-    means_sha256 = find_base_means(
-        source.pretrained, method, source.engine.precision, images=None, progress=Progress()
-    ).means_sha256
-    # A run that measured the mean CLS tokens itself recorded only a hash of the images, because
-    # measured values depend on the hardware. For such a run, any mean CLS tokens in the weights are
-    # accepted.
-    is_same = (
-        means_sha256 is not None
-        if values.get("base_data_sha256")
-        else means_sha256 == values.get("base_means_sha256")
-    )
-    if not is_same:
-        raise ValueError(
-            f"run {str(source.directory)!r} measured mean CLS tokens of the pretraining data, which"
-            f" {source.pretrained.source} lacks; run `cheem convert --base-data` to write weights"
-            " with these means, and give them with --weights"
-        )
     config = dataclasses.replace(
         source.config,
         preset="auto",
@@ -246,9 +240,11 @@ def begin_with(
     num = len(names)
     # accuracies on validation images are not those of a memory, which are on test images
     is_tested = values.get("measured_on", "test") == "test"
+    history = read(source.directory)
+    started = next(entry for entry in history if entry["event"] == "run")
     entries = []
     # a run in progress can have learned further tasks since it was opened
-    for entry in read(source.directory):
+    for entry in history:
         if entry["event"] == "learned" and entry["method"] == "cheem":
             if entry["report"]["index"] < num:
                 entries.append(entry)
@@ -262,7 +258,8 @@ def begin_with(
         for task in saved_tasks(source.root)[:num]:
             copy_task(task, root / task.name)
         record = Record(partial)
-        record.write("run", **_describe(config, source.pretrained))
+        described = _describe(config, source.pretrained)
+        record.write("run", **described | {"base_means": started.get("base_means")})
         record.replace([*read(partial), *entries])
         write_config(partial, config)
         open_memory(partial, engine=engine)  # raises before the folder has its name
@@ -380,6 +377,7 @@ def _read_run(
 
 def _describe(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
     """Return the first entry of a new memory's record."""
+    base_means = "known" if pretrained.base_means else "neutral"
     return {
         "method": "cheem",
         "backbone": config.backbone,
@@ -389,7 +387,7 @@ def _describe(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
         "placement": config.method.placement,
         "preset": config.preset,
         "image_size": config.image_size,
-        "base_means": "known" if pretrained.base_means else "neutral",
+        "base_means": base_means if computes_similarity(config.method) else None,
         "router": config.backbone,
         "split_sha256": {},
         "data": None,

@@ -150,7 +150,8 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         result["open_set"] = steps
     if "pool" in main[-1]:
         result["pool"] = main[-1]["pool"]
-    if "similarity" in main[-1]:
+    # elimination computes none, and in a memory the first tasks can come from another search
+    if all("similarity" in report for report in main):
         result["similarity"] = [report["similarity"] for report in main]
     result["fom"] = _figure_of_merit(result)
     return result

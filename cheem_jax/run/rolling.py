@@ -67,11 +67,14 @@ class Rolling:
         return self.clock() - self._last >= wait
 
     def save(self, task: int, state: Callable[[], Saved]) -> float:
-        """Write a rolling checkpoint and remove the earlier ones. Return the duration in
+        """Write a rolling checkpoint and remove the earlier ones. A state without arrays is not
+        written, because the task then resumes from its beginning. Return the duration in
         seconds."""
         start = self.clock()
         before = self._directories()
         arrays, meta = state()
+        if not arrays:
+            return 0.0
         number = 1 + max((int(directory.name.split("-")[1]) for directory in before), default=0)
         save_task(
             self.root / f"running-{number:06d}",
