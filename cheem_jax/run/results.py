@@ -150,7 +150,7 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         result["open_set"] = steps
     if "pool" in main[-1]:
         result["pool"] = main[-1]["pool"]
-    # elimination computes none, and in a memory the first tasks can come from another search
+    # elimination computes none; the first tasks of a memory can have another search
     if all("similarity" in report for report in main):
         result["similarity"] = [report["similarity"] for report in main]
     result["fom"] = _figure_of_merit(result)
