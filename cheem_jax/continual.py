@@ -116,18 +116,22 @@ def _restore_run(session: Session, run: PreparedRun) -> int:
 
 
 def _check_bound(session: Session, run: PreparedRun) -> None:
-    """Raise ValueError if the run already has an upper bound with other settings. They are not in
+    """Raise ValueError if the run has a measured upper bound with other settings. They are not in
     `config.json`, because an upper bound can be added to a finished run."""
     settings = run.inputs.config.bound_settings()
+    measured = latest = None
     for entry in read(session.directory) if settings is not None else ():
         # an earlier version recorded only whether there is an upper bound
         if entry["event"] in ("run", "continued") and isinstance(entry.get("upper_bound"), dict):
-            if differences := find_differences(entry["upper_bound"], settings):
-                raise ValueError(
-                    f"run directory {str(session.directory)!r} has an upper bound with other"
-                    f" settings: {summary(differences, 'settings')}. Choose another --run-dir, or"
-                    " use the settings of that upper bound"
-                )
+            latest = entry["upper_bound"]
+        if entry["event"] == "upper_bound":
+            measured = latest
+    if measured is not None and (differences := find_differences(measured, settings)):
+        raise ValueError(
+            f"run directory {str(session.directory)!r} has an upper bound with other settings:"
+            f" {summary(differences, 'settings')}. Choose another --run-dir, or use the settings of"
+            " that upper bound"
+        )
 
 
 def _record_start(

@@ -322,7 +322,7 @@ def prepare_run(
     )
     inputs = inputs._replace(base=base)
     identity = inputs.identity()
-    conditions = fingerprint.take(identity)
+    conditions = fingerprint.take(identity, networks.executor.layout.num)
     for what, value, way_out in (
         (
             "code and package versions",

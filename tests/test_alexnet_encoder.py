@@ -27,7 +27,9 @@ def network() -> AlexNet:
 def test_the_encoder_returns_the_networks_features_and_its_cost(network):
     encoder = AlexNetEncoder(network)
     assert isinstance(encoder, Encoder) and (encoder.name, encoder.width) == ("alexnet", 2304)
-    result = FrozenFeatures(encoder, 4)(IMAGES)
+    sizes = []
+    result = FrozenFeatures(encoder, 4)(IMAGES, lambda num, note="", /: sizes.append(num))
+    assert sizes == [4, 3]  # a stop is possible after each batch
     assert result.shape == (7, 2304) and result.dtype == np.float32
     wanted = np.asarray(network(jnp.asarray(IMAGES)))
     np.testing.assert_allclose(

@@ -41,7 +41,7 @@ from cheem_jax.run import peak
 from cheem_jax.run.directory import claim, hold
 from cheem_jax.run.peak import Peak
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import read
+from cheem_jax.run.record import Record, read
 from cheem_jax.run.rolling import Rolling, Saved
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
@@ -438,6 +438,14 @@ def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):
     assert set(alone["references"]) == {"frozen_linear"} and alone["average_forgetting"] is None
     both = run(directory, ONE_TASK, BOUNDED)
     assert both["accuracy"] == alone["accuracy"] and "full_finetune" in both["references"]
+
+
+def test_an_upper_bound_that_was_never_measured_can_have_other_settings(copy):
+    Record(copy).replace([entry for entry in read(copy) if entry["event"] != "upper_bound"])
+    other = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(1, (1e-3,), 16))
+    assert "full_finetune" in run(copy, config=other)["references"]
+    with pytest.raises(ValueError, match="epochs is 1 there and 2 here"):
+        run(copy, config=BOUNDED)
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,11 @@ def test_a_mutation_redraws_about_the_given_share_of_genes():
     assert abs(changed - 0.1 * 17 / 18) < 0.01
 
 
+def test_integers_are_probabilities_too():
+    genomes = [run(generations=2, epsilon=one, mutation_rate=one)[1].genomes for one in (1, 1.0)]
+    np.testing.assert_array_equal(*genomes)
+
+
 def test_without_mutation_every_parent_has_children():
     parents = np.arange(12).reshape(3, 4)
     table = hee.uniform_table([8] * 4)

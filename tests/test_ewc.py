@@ -15,8 +15,7 @@ from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import find_config
 from cheem_jax.baselines.ewc import Ewc, EwcConfig, squared_gradients
 from cheem_jax.core.keys import Phase
-from cheem_jax.core.settings import FitConfig
-from cheem_jax.engine.passes import no_progress
+from cheem_jax.core.settings import FitConfig, no_progress
 from cheem_jax.run.session import Session
 
 CONFIG = EwcConfig(penalties=(100.0,), fit=FitConfig(epochs=2, learning_rate=1e-3), batch_size=16)

@@ -47,8 +47,19 @@ def test_it_contains_settings_data_weights_code_versions_and_device_as_plain_jso
     assert identity["device"]["platform"] == "cpu"
     assert identity["device"]["threads"] >= 1
     assert identity["device"]["processor"]
-    assert identity["device"]["environment"] == {}
+    assert identity["device"]["environment"] == {} and identity["device"]["used"] == 1
     assert fingerprint.take(IDENTITY) == identity
+
+
+def test_options_of_jax_and_the_number_of_devices_change_it():
+    before = fingerprint.take(IDENTITY)
+    with jax.enable_x64(True), jax.default_matmul_precision("bfloat16"):
+        after = fingerprint.take(IDENTITY, 2)
+    assert [sentence.split()[0] for sentence in differences(before, after)] == [
+        "device.options.default_matmul_precision",
+        "device.options.enable_x64",
+        "device.used",
+    ]
 
 
 def test_the_identity_of_settings_equals_that_of_their_file_in_any_order_of_keys():

@@ -11,6 +11,7 @@ from cheem_jax.cheem.evolution import Scored, rank
 from cheem_jax.cheem.learner import Cheem, num_skipped
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import truncate
+from cheem_jax.core.settings import no_progress
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures
 from cheem_jax.run.rolling import Rolling
@@ -219,8 +220,8 @@ def test_truncated_pairs_are_stored_and_used(stages):
 class OneNaN(FrozenFeatures):
     """Features with one NaN among those of the validation images."""
 
-    def __call__(self, images):
-        features = super().__call__(images).copy()
+    def __call__(self, images, advance=no_progress):
+        features = super().__call__(images, advance).copy()
         if len(images) == 20:
             features[3, 1] = np.nan
         return features
@@ -238,9 +239,9 @@ class Counted(FrozenFeatures):
 
     num_passes = 0
 
-    def __call__(self, images):
+    def __call__(self, images, advance=no_progress):
         self.num_passes += not self.has(images)
-        return super().__call__(images)
+        return super().__call__(images, advance)
 
 
 def test_the_pass_of_a_tasks_network_also_computes_the_features_of_the_router(stages):

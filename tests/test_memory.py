@@ -44,12 +44,12 @@ from cheem_jax.core.metrics import calibration_error, fit_temperature, log_proba
 from cheem_jax.core.ops import LowRank
 from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, compute_logits
 from cheem_jax.core.routing import RouterConfig, fit_statistics, num_stored, packed
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, no_progress
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.load import load_stream
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.passes import no_progress, token_means
+from cheem_jax.engine.passes import token_means
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.memory.contents import read_info

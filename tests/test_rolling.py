@@ -186,7 +186,7 @@ def test_a_phase_with_nothing_to_keep_stops_without_saving(tmp_path):
     stop = Stop()
     session = task_session(tmp_path, stop)
     stop.signal_number = 2
-    with pytest.raises(Stopped, match="all work before the similarity phase is saved"):
+    with pytest.raises(Stopped, match="all work up to the last rolling checkpoint is saved"):
         with session.phase("similarity", 10) as advance:
             advance(1)
     assert not session.root("m").exists()

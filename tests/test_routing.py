@@ -33,6 +33,7 @@ from cheem_jax.core.ops import Reuse, init_new
 from cheem_jax.core.pool import InternalMemory
 from cheem_jax.core.routing import (
     PAPER,
+    SMALLEST,
     Router,
     RouterConfig,
     TaskStatistics,
@@ -120,6 +121,17 @@ def test_lda_compares_mahalanobis_distances_under_the_mean_covariance_of_the_tas
     router = Router(config, statistics_of(config))
     np.testing.assert_allclose(router.distances(QUERIES), np.stack(expected, axis=1), rtol=1e-4)
     np.testing.assert_array_equal(router.route(QUERIES), np.argmin(expected, axis=0))
+
+
+@pytest.mark.parametrize("shrinkage", [SMALLEST, 1e-4])
+def test_a_covariance_that_is_rounded_to_float32_is_invertible_at_every_shrinkage(shrinkage):
+    rng = np.random.default_rng(0)
+    # fewer points than features, and nearly all of the variance in one direction
+    points = 1 + rng.standard_normal((100, 1)) * rng.standard_normal((1, 384))
+    points = (points + 0.01 * rng.standard_normal(points.shape)).astype(np.float32)
+    config = RouterConfig("lda", shrinkage=shrinkage)
+    statistics = fit_statistics(points, np.arange(100, dtype=np.int32) % 2, config, seed=0)
+    assert np.isfinite(Router(config, (statistics,)).distances(points)).all()
 
 
 def test_lda_routes_to_the_task_of_the_class_that_scikit_learn_predicts():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import small
 
+from cheem_jax.cheem import training
 from cheem_jax.cheem.config import ExplorationConfig, OpSettings
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
@@ -28,7 +29,7 @@ from cheem_jax.cheem.training import (
 from cheem_jax.core import machine
 from cheem_jax.core.architecture import Choice, from_strings
 from cheem_jax.core.device import CPU, Device
-from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.pool import dense_experts, merge_dense
 from cheem_jax.core.settings import FitConfig
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, make_executor
@@ -358,7 +359,18 @@ def test_features_below_the_first_trained_block_are_cached_and_change_nothing():
         codes = np.array([0, 3, 1, 0])  # reuse, skip, adapt, reuse
         prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "adapt:0", "reuse:0"]))
         assert [step.expert is None for step in prefix] == [False, True]
-        feed = cache_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
+        sizes = []
+        feed = cache_tokens(
+            "tokens",
+            STAGES,
+            FEED,
+            40,
+            prefix,
+            batch_size=16,
+            budget=room,
+            advance=lambda num_images, note="", /, sizes=sizes: sizes.append(num_images),
+        )
+        assert sizes == ([16, 16, 8] if budget else [])  # a stop is possible after each batch
         assert (feed is FEED) == (budget == 0) and len(room.refused) == (budget == 0)
         result = fitted(constant_draws(codes), FitConfig(epochs=2), feed=feed)
         outcome[budget] = result.progress.losses, result.state
@@ -377,16 +389,32 @@ def test_if_nothing_else_learns_the_head_alone_is_trained_on_cached_features():
     assert losses[-1] < 0.6 * losses[0] and not result.state.learners
 
 
-def test_memory_is_at_most_a_quarter_of_the_containers(tmp_path, monkeypatch):
-    files = [tmp_path / name for name in ("missing", "none", "limit")]
-    files[1].write_text("max\n")
-    monkeypatch.setattr(machine, "CONTAINER_LIMITS", files[:2])
+@pytest.mark.parametrize(
+    ("membership", "file"),
+    [
+        ("", "memory.max"),  # a container sees its own group at the mount point
+        ("", "memory/memory.limit_in_bytes"),
+        ("0::/jobs/7/step", "jobs/7/step/memory.max"),
+        ("0::/jobs/7/step", "jobs/7/memory.max"),  # a limit of the group above
+        ("3:cpu:/other\n2:hugetlb,memory:/jobs/7", "memory/jobs/7/memory.limit_in_bytes"),
+    ],
+)
+def test_memory_is_at_most_a_quarter_of_the_containers_or_jobs(
+    tmp_path, monkeypatch, membership, file
+):
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "membership").write_text(membership)
+    limit, other = tmp_path / "cgroup" / file, tmp_path / "cgroup/other/memory.max"
+    for place in (limit, other):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    other.write_text("1\n")  # of a group without this process
+    limit.write_text("max\n")
     whole = machine.host_memory()
     assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    monkeypatch.setattr(machine, "CONTAINER_LIMITS", files)
-    files[2].write_text(f"{2**28}\n")
+    limit.write_text(f"{2**28}\n")
     assert machine.host_memory() == 2**28 and memory_budget(None) == 2**26
-    files[2].write_text(f"{2**63}\n")  # as cgroups 1 write no limit
+    limit.write_text(f"{2**63}\n")  # as cgroups 1 write no limit
     assert machine.host_memory() == whole
 
 
@@ -424,6 +452,23 @@ def test_losses_and_correct_predictions_are_those_of_the_given_head():
     # has more than half
     assert (scored.values[scored.correct] <= np.log(3)).all() and (scored.values > 0).all()
     assert (scored.values[~scored.correct] >= np.log(2)).all()
+
+
+def test_a_search_keeps_dense_weights_of_the_latest_genomes_only(monkeypatch):
+    merged = []
+
+    def counted(expert, pair):
+        merged.append(pair)
+        return merge_dense(expert, pair)
+
+    monkeypatch.setattr(training, "merge_dense", counted)
+    score = supernet_score(STAGES, NET, NET.init(), FEED, TASK.train.labels, batch_size=16)
+    numbers = []
+    for codes in ([1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 0], [1, 1, 0, 0]):
+        score(np.array([codes]))
+        numbers.append(len(merged))
+    # candidates of the previous call are merged already, earlier ones are merged again
+    assert numbers == [2, 3, 3, 4]
 
 
 def test_an_accelerator_computes_the_same_in_larger_calls_with_tokens_stored_on_the_device():

@@ -26,9 +26,8 @@ from cheem_jax.baselines.heads import grow_head, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import product
 from cheem_jax.core.keys import Phase, next_power_of_two
-from cheem_jax.core.settings import Advance, FitConfig, check_types
+from cheem_jax.core.settings import Advance, FitConfig, check_types, no_progress
 from cheem_jax.data.task import Task
-from cheem_jax.engine.passes import no_progress
 
 SCALE = 0.1
 """Factor by which the output of adapters is multiplied."""

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from cheem_jax.backbone import alexnet
 from cheem_jax.baselines.fitting import Inputs, over_batches
 from cheem_jax.core.images import Images
+from cheem_jax.core.settings import Advance, no_progress
 
 
 class AlexNetEncoder:
@@ -34,10 +35,13 @@ class AlexNetEncoder:
 
     executed_flops = flops
 
-    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
+    def features(
+        self, images: Images, *, batch_size: int, advance: Advance = no_progress
+    ) -> Float[np.ndarray, "N D"]:
         """See `Encoder.features`."""
         return over_batches(
             lambda read: self._features(self._state, read["images"]),
             Inputs(images),
             batch_size=batch_size,
+            advance=advance,
         )

@@ -22,10 +22,9 @@ from cheem_jax.baselines.heads import Classes, classes_by_task, saved_classes
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, no_progress
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.checkpoint import (
     each_task,
     load_task,

@@ -20,12 +20,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import key_at
-from cheem_jax.core.settings import Advance, FitConfig
+from cheem_jax.core.settings import Advance, FitConfig, no_progress
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches, num_batches, side_by_side
 from cheem_jax.engine.executor import add, guard
 from cheem_jax.engine.layout import ONE, Layout
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.rolling import Saved
 from cheem_jax.run.training import FitState, fit, restored
 

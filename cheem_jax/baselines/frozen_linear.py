@@ -68,16 +68,16 @@ class FrozenLinear(Baseline):
     def learn(self, task: Task, session: Session) -> dict[str, Any]:
         """Fit a head for the task, then the router's statistics."""
         num_classes = len(task.classes)
-        with session.phase("head"):
+        with session.phase("head") as advance:
             head, penalty = fit_head(
-                self.features(task.train.images),
+                self.features(task.train.images, advance),
                 task.train.labels,
-                self.features(task.val.images),
+                self.features(task.val.images, advance),
                 task.val.labels,
             )
-        with session.phase("router"):
+        with session.phase("router") as advance:
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
-            features = self.router_features(task.train.images)
+            features = self.router_features(task.train.images, advance)
             statistics = fit_statistics(features, task.train.labels, self.config.router, seed=seed)
         self.tasks.append(LinearTask(*head, *statistics))
         self.classes.add(task.name, task.classes)

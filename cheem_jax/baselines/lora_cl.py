@@ -110,9 +110,16 @@ class LoraCl(ExpertMemory):
         choice = Choice("adapt", 0) if config.op == "adapt" else Choice("new")
         architecture = (choice,) * len(experts)
         train = feed_images(executor, task.train.images, budget)
-        with session.phase("keep"):
+        with session.phase("keep", 0, underway.saved) as advance:
             train = cache_tokens(
-                "training images", executor, train, num, (), batch_size=batch_size, budget=budget
+                "training images",
+                executor,
+                train,
+                num,
+                (),
+                batch_size=batch_size,
+                budget=budget,
+                advance=advance,
             )
         num_images = images_left(fitting.progress, config.fit, num, batch_size)
         with session.phase("train", num_images, underway.saved) as advance:

@@ -54,10 +54,9 @@ from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import dot
 from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import Advance, FitConfig, Precision, check_types
+from cheem_jax.core.settings import Advance, FitConfig, Precision, check_types, no_progress
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches, num_batches
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.method import Encoder
 from cheem_jax.run.session import Session
 
@@ -230,8 +229,8 @@ class MoeAdapters(OwnHeads, TrainedBaseline):
             _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
             # number of images that use each expert, per block
             uses = (chosen[..., None] == np.arange(self.config.experts)).sum(axis=(0, 2))
-        with session.phase("features"):
-            features = self.router_features(task.train.images)
+        with session.phase("features", 0, fitting.saved) as advance:
+            features = self.router_features(task.train.images, advance)
         total = self.autoencoders.images(len(images))
         with session.phase("router", total, fitting.saved) as advance:
             autoencoder, errors = self.autoencoders.fit(

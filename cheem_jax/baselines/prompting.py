@@ -142,8 +142,9 @@ class Prompting(OneHead, TrainedBaseline):
 
     def inputs(self, task: Task, session: Session) -> Inputs:
         """Return the images and their queries, the CLS tokens of a pass without prompts."""
-        with session.phase("features"):
-            return Inputs(task.train.images, query=self.features(task.train.images))
+        with session.phase("features") as advance:
+            query = self.features(task.train.images, advance)
+            return Inputs(task.train.images, query=query)
 
     def finish(self, task: Task, fitting: Fitting, session: Session) -> dict[str, Any]:
         """Store the prompts and the head of all classes."""
@@ -250,8 +251,8 @@ class OwnPrompts(OwnHeads, TrainedBaseline):
         """Store prompts and head, and fit the router's statistics of the task."""
         num = len(task.classes)
         prompts, head = fitting.learned
-        with session.phase("features"):
-            features = self.router_features(task.train.images)
+        with session.phase("features", 0, fitting.saved) as advance:
+            features = self.router_features(task.train.images, advance)
         with session.phase("router"):
             router = self.fit_router(features, task)
         self.tasks.append(PromptedTask(jax.tree.map(np.asarray, prompts), cut(head, num), router))

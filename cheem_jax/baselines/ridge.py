@@ -11,8 +11,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, Int
 
-from cheem_jax.core.settings import Advance
-from cheem_jax.engine.passes import no_progress
+from cheem_jax.core.settings import Advance, no_progress
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
 """Candidate penalties of the regression."""

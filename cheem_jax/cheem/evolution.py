@@ -188,7 +188,9 @@ def mutate(
 
 def _draw(key, purpose: KeyPurpose, exploit, uniform, config: SearchConfig) -> np.ndarray:
     num = TRIES * config.population
-    return np.asarray(sample_mixed(key_at(key, purpose), exploit, uniform, config.epsilon, num=num))
+    # settings can be integers, which JAX does not accept as probabilities
+    epsilon = float(config.epsilon)
+    return np.asarray(sample_mixed(key_at(key, purpose), exploit, uniform, epsilon, num=num))
 
 
 def _children(
@@ -201,8 +203,8 @@ def _children(
         parents,
         exploit=exploit,
         uniform=uniform,
-        epsilon=config.epsilon,
-        rate=config.mutation_rate,
+        epsilon=float(config.epsilon),
+        rate=float(config.mutation_rate),
         num=TRIES * (config.population - half),
     )
     return np.asarray(crossed), np.asarray(mutated)

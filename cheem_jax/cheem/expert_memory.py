@@ -178,10 +178,9 @@ class ExpertMemory:
         before = self.memory
         place = TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.needs_task_id:
-            with session.phase("router"):
-                place = fit_statistics(
-                    self.features(task.train.images), task.train.labels, self.router, seed=seed
-                )
+            with session.phase("router") as advance:
+                features = self.features(task.train.images, advance)
+                place = fit_statistics(features, task.train.labels, self.router, seed=seed)
         learned = TaskMemory(
             task.name,
             task.classes,

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.core.metrics import fit_temperature, fitted
 from cheem_jax.core.pool import Head, compute_logits
+from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import Feed
@@ -54,14 +55,22 @@ def ridge_head(
 
 
 def frozen_features(
-    executor: Executor, frozen: FrozenFeatures, split: Split, feed: Feed, batch_size: int
+    executor: Executor,
+    frozen: FrozenFeatures,
+    split: Split,
+    feed: Feed,
+    batch_size: int,
+    advance: Advance,
 ) -> Float[np.ndarray, "N D"]:
     """Compute the frozen backbone's features of a split. If the router reads the same features, the
     router's cache is used."""
     if frozen.ends(executor):
-        return frozen(split.images)
+        return frozen(split.images, advance)
     networks = [base_network(executor)]
-    return network_features(executor, networks, feed, len(split.labels), batch_size=batch_size)[0]
+    num = len(split.labels)
+    return network_features(executor, networks, feed, num, batch_size=batch_size, advance=advance)[
+        0
+    ]
 
 
 RIDGE_SCALE = 20.0

@@ -57,12 +57,12 @@ from cheem_jax.core.pool import (
     grow,
     pool_sizes,
 )
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, no_progress
 from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, cache_tokens, feed_images
-from cheem_jax.engine.passes import TokenMeans, network_features, no_progress, token_means
+from cheem_jax.engine.passes import TokenMeans, network_features, token_means
 from cheem_jax.run.method import FrozenFeatures, base_network
 from cheem_jax.run.results import counted_since
 from cheem_jax.run.rolling import Saved
@@ -279,7 +279,7 @@ class Cheem(ExpertMemory):
         prefix = frozen_prefix(supernet, architecture)
         prefix = prefix[: self.executor.backward_end(len(prefix))]
         if prefix and not config.augment:
-            with learning.session.phase("keep"):
+            with learning.session.phase("keep", 0, learning.underway.saved) as advance:
                 images = cache_tokens(
                     "what fine-tuning leaves unchanged",
                     self.executor,
@@ -288,6 +288,7 @@ class Cheem(ExpertMemory):
                     prefix,
                     batch_size=self.batch_size,
                     budget=learning.budget,
+                    advance=advance,
                 )
         samples = constant_draws(codes)
         return self._train(learning, "finetune", fitting, images, samples, Phase.FINETUNE_ORDER)
@@ -454,6 +455,8 @@ def search_backward(
                 learning.train,
                 len(task.train.labels),
                 batch_size=config.batch_size,
+                # the displayed number of images is that of the validation images
+                advance=lambda num_images, note="", /: advance(0, note),
             )
             if not np.isfinite(features).all():
                 raise ValueError(
@@ -526,7 +529,7 @@ def feed_splits(
     """
     splits = (task.train, task.val)
     feeds = [feed_images(executor, split.images, budget) for split in splits]
-    with session.phase("keep"):
+    with session.phase("keep") as advance:
         train, val = (
             cache_tokens(
                 f"{name} images",
@@ -536,6 +539,7 @@ def feed_splits(
                 (),
                 batch_size=batch_size,
                 budget=budget,
+                advance=advance,
             )
             for name, feed, split in zip(("training", "validation"), feeds, splits, strict=True)
         )
@@ -693,15 +697,17 @@ def compare_with_frozen(
     """Compare two predictors on the validation images: the learned network, and the frozen backbone
     with a ridge head. Return None if a feature of the backbone is non-finite."""
     task = learning.task
-    with learning.session.phase("finetune"):
+    with learning.session.phase("finetune", 0, learning.underway.saved) as advance:
         train, val = (
-            frozen_features(executor, frozen, split, feed, batch_size)
+            frozen_features(executor, frozen, split, feed, batch_size, advance)
             for split, feed in ((task.train, learning.train), (task.val, learning.val))
         )
         if not (np.isfinite(train).all() and np.isfinite(val).all()):
             return None
         num = len(task.val.labels)
-        (learned,) = network_features(executor, [network], learning.val, num, batch_size=batch_size)
+        (learned,) = network_features(
+            executor, [network], learning.val, num, batch_size=batch_size, advance=advance
+        )
         return compare_heads(learned, head, task, train, val)
 
 

@@ -24,11 +24,10 @@ from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to
 from cheem_jax.core.keys import key_at, next_power_of_two
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Head, compute_logits, merge_dense
-from cheem_jax.core.settings import Advance, FitConfig
+from cheem_jax.core.settings import Advance, FitConfig, no_progress
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
 from cheem_jax.engine.feed import Feed, HostImages
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.engine.spread import count_correct_spread, features_spread
 from cheem_jax.run import training
 from cheem_jax.run.training import FitState
@@ -334,6 +333,14 @@ def supernet_score(
 
     def score(genomes: np.ndarray) -> np.ndarray:
         networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
+        # a long search would otherwise keep the dense weights of every candidate
+        used = {
+            (block, choice)
+            for codes in genomes
+            for block, choice in enumerate(decode(codes, supernet.sizes))
+        }
+        for place in merged.keys() - used:
+            del merged[place]
         return count_correct_spread(
             executor,
             networks,

@@ -22,8 +22,7 @@ BLOCK_BYTES = 4 * 2**20
 NUM_QUANTILES = 201
 """Number of quantiles that `calibrate` computes, at levels from 0 to 1 in steps of 0.005."""
 SMALLEST = 1e-6
-"""Minimum shrinkage. With smaller values, rounding determines whether a covariance is
-invertible."""
+"""Minimum shrinkage. With smaller values, rounding determines the smallest eigenvalues."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +260,11 @@ def whitening_matrix(
     from scipy.linalg import solve_triangular
 
     identity = np.eye(len(scatter))
-    # without the minimum of 1e-12, the zero covariance of identical images would have no Cholesky
-    # factor
-    multiple = max(shrinkage * (np.trace(scatter) / len(scatter)), 1e-12)
+    # A stored covariance is rounded to float32, so its eigenvalues are wrong by up to `rounding`.
+    # Without the minimum of 1e-12, the zero covariance of identical images would have no Cholesky
+    # factor.
+    rounding = np.finfo(np.float32).eps * np.trace(scatter)
+    multiple = max(shrinkage * (np.trace(scatter) / len(scatter)), rounding, 1e-12)
     factor = np.linalg.cholesky((1 - shrinkage) * scatter + multiple * identity)
     return solve_triangular(factor, identity, lower=True).T
 

@@ -28,6 +28,10 @@ class Advance(Protocol):
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
+def no_progress(num_images: int, note: str = "", /) -> None:
+    """Do nothing. This is the `Advance` callback of passes whose progress is not displayed."""
+
+
 def check_seed(seed: int) -> None:
     """Raise ValueError if a seed is not an integer in [0, 2**32). JAX uses the lowest 32 bits of a
     seed, so that other integers would repeat the keys of a smaller one."""

@@ -40,9 +40,10 @@ class EngineConfig:
     precision: Precision = "float32"
     """Type of the operands of matrix products. Parameters, sums and the loss are always float32."""
     memory_gb: float | None = None
-    """Device memory in GB for the cached images and activations of a task; merged experts can use
-    the same amount in addition. The default is a quarter of the device's memory; 0 caches
-    nothing."""
+    """Device memory in GB for the cached images and activations of a task; merged experts of
+    learned tasks can use the same amount in addition. Not included are the parameters that are
+    trained, and the merged candidates of one generation of the search. The default is a quarter of
+    the device's memory; 0 caches nothing."""
     deterministic: bool = False
     """Compile functions that compute identical bits in every run on an accelerator. Such functions
     are slower. A CPU always computes identical bits."""
@@ -152,5 +153,5 @@ def measurements() -> list[dict[str, Any]]:
 
     `experiments/jit_profile.py` writes the measurements to `measured.json`.
     """
-    text = files("cheem_jax.engine").joinpath("measured.json").read_text()
+    text = files("cheem_jax.engine").joinpath("measured.json").read_text("utf-8")
     return json.loads(text)["measurements"]

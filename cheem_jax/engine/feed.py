@@ -17,6 +17,7 @@ import numpy as np
 
 from cheem_jax.core.images import Images, in_turn
 from cheem_jax.core.machine import host_memory
+from cheem_jax.core.settings import Advance, no_progress
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
@@ -181,6 +182,7 @@ def cache_tokens(
     *,
     batch_size: int,
     budget: Budget,
+    advance: Advance = no_progress,
 ) -> Feed:
     """Compute and cache the tokens after the frozen blocks of `prefix`.
 
@@ -190,7 +192,7 @@ def cache_tokens(
         return images
 
     def compute() -> Feed:
-        values = _compute(executor, images, num_images, prefix, batch_size)
+        values = _compute(executor, images, num_images, prefix, batch_size, advance)
         return Cached(executor.layout, len(prefix), values)
 
     num_bytes = cached_bytes(executor, num_images, len(prefix))
@@ -198,7 +200,12 @@ def cache_tokens(
 
 
 def _compute(
-    executor: Executor, images: Feed, num_images: int, prefix: Network, batch_size: int
+    executor: Executor,
+    images: Feed,
+    num_images: int,
+    prefix: Network,
+    batch_size: int,
+    advance: Advance,
 ) -> np.ndarray | jax.Array:
     """Compute the tokens of every image after the blocks of `prefix`."""
     layout = executor.layout
@@ -216,6 +223,7 @@ def _compute(
         else:
             cache = np.empty(shape, dtype) if cache is None else cache
             cache[batch.rows[: batch.size]] = hosts.fetch(values)[: batch.size]
+        advance(batch.size)
     if executor.device.is_host:
         return cache
     # If the device's memory is exhausted, the error is raised here, before the budget counts the

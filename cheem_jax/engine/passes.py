@@ -9,17 +9,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, no_progress
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
 from cheem_jax.engine.feed import Feed
 
 T = TypeVar("T")
-
-
-def no_progress(num_images: int, note: str = "", /) -> None:
-    """Do nothing. This is the `Advance` callback of passes whose progress is not displayed."""
 
 
 class TokenMeans(NamedTuple):
@@ -102,6 +98,7 @@ def intermediate_features(
     blocks: Sequence[int],
     until: int,
     batch_size: int,
+    advance: Advance = no_progress,
 ) -> list[Float[np.ndarray, "N D"]]:
     """Compute the mean of all tokens except the CLS token at each of `blocks`. If `until` is the
     number of blocks, also compute the features of the images."""
@@ -109,7 +106,7 @@ def intermediate_features(
     def run(batch: Rows, tokens: Tokens | Gather) -> list[jax.Array]:
         return batch_features(executor, network, tokens, blocks=blocks, until=until)
 
-    return _collect(executor, images, num, batch_size, run)
+    return _collect(executor, images, num, batch_size, run, advance)
 
 
 def batch_features(
@@ -196,6 +193,7 @@ def _collect(
     num: int,
     batch_size: int,
     run: Callable[[Rows, Tokens | Gather], list[jax.Array]],
+    advance: Advance = no_progress,
 ) -> list[np.ndarray]:
     """Call `run` for each batch, and return its arrays, concatenated over all batches without
     padding."""
@@ -203,7 +201,10 @@ def _collect(
     def fetch(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
         return [hosts.fetch(values)[: batch.size] for values in run(batch, tokens)]
 
-    parts = [arrays for _, arrays in _in_order(executor, images, num, batch_size, fetch)]
+    parts = []
+    for size, arrays in _in_order(executor, images, num, batch_size, fetch):
+        parts.append(arrays)
+        advance(size)
     return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
 

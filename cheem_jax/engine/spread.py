@@ -16,12 +16,12 @@ from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import executed_halves
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, no_progress
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network, shared_prefix
 from cheem_jax.engine.feed import Feed
-from cheem_jax.engine.passes import count_correct, network_features, no_progress
+from cheem_jax.engine.passes import count_correct, network_features
 
 
 def count_correct_spread(

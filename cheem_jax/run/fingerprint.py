@@ -34,14 +34,21 @@ PACKAGES = (
 PACKAGE = Path(__file__).parents[1]
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
 """Environment variables that can change results, except those in `HARMLESS`."""
+OPTIONS = (
+    "default_matmul_precision",
+    "default_prng_impl",
+    "enable_x64",
+    "threefry_partitionable",
+)
+"""Options of JAX that can change results and that Python code can set without a variable."""
 HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
 """Matches of `VARIABLES` that only affect files and output, or select the device, which is recorded
 separately."""
 
 
-def take(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the fingerprint of a run in this process; `identity` is the content of
-    `config.json`."""
+def take(identity: Mapping[str, Any], num_devices: int = 1) -> dict[str, Any]:
+    """Compute the fingerprint of a run in this process on `num_devices` devices; `identity` is the
+    content of `config.json`."""
     return {
         "config_sha256": _hash(identity),
         "data_sha256": _hash(identity["data_sha256"]),
@@ -55,7 +62,7 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
         },
-        "device": _device(),
+        "device": {**_device(), "used": num_devices},
     }
 
 
@@ -133,6 +140,7 @@ def _device() -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if VARIABLES.fullmatch(name) and not HARMLESS.search(name)
         },
+        "options": {name: str(getattr(jax.config, f"jax_{name}")) for name in OPTIONS},
     }
 
 

@@ -12,6 +12,7 @@ from cheem_jax.backbone.flops import executed_pass_flops, pass_flops
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import dense_expert
 from cheem_jax.core.routing import PAPER, RouterConfig, join_tokens
+from cheem_jax.core.settings import Advance, no_progress
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
@@ -104,8 +105,11 @@ class Encoder(Protocol):
         """Return the executed FLOPs per image."""
         ...
 
-    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
-        """Compute the features of uint8 images `[N, S, S, 3]`."""
+    def features(
+        self, images: Images, *, batch_size: int, advance: Advance = no_progress
+    ) -> Float[np.ndarray, "N D"]:
+        """Compute the features of uint8 images `[N, S, S, 3]`. `advance` is called after each
+        batch."""
         ...
 
 
@@ -138,14 +142,15 @@ class Backbone:
         """Return the executed FLOPs per image of the blocks that the features require."""
         return executed_pass_flops(self.executor.config, self.executor.placement, self.until)
 
-    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
-        """Compute the features of uint8 images `[N, S, S, 3]`."""
+    def features(
+        self, images: Images, *, batch_size: int, advance: Advance = no_progress
+    ) -> Float[np.ndarray, "N D"]:
+        """See `Encoder.features`."""
         feed = HostImages(self.executor, images)
         num = len(images)
+        sizes = {"batch_size": batch_size, "advance": advance}
         if self.is_plain:
-            return network_features(
-                self.executor, [self.network], feed, num, batch_size=batch_size
-            )[0]
+            return network_features(self.executor, [self.network], feed, num, **sizes)[0]
         parts = intermediate_features(
             self.executor,
             self.network,
@@ -153,7 +158,7 @@ class Backbone:
             num=num,
             blocks=self.blocks,
             until=self.until,
-            batch_size=batch_size,
+            **sizes,
         )
         return join_tokens(parts)
 
@@ -177,10 +182,12 @@ class FrozenFeatures:
         every full pass of the backbone computes them."""
         return isinstance(self.encoder, Backbone) and self.of(executor) and self.encoder.is_plain
 
-    def __call__(self, images: Images) -> Float[np.ndarray, "N D"]:
-        """Return the features of uint8 images `[N, S, S, 3]`."""
+    def __call__(self, images: Images, advance: Advance = no_progress) -> Float[np.ndarray, "N D"]:
+        """Return the features of uint8 images `[N, S, S, 3]`. If they are not cached, `advance` is
+        called after each batch."""
         if not self.has(images):
-            self.store(images, self.encoder.features(images, batch_size=self.batch_size))
+            features = self.encoder.features(images, batch_size=self.batch_size, advance=advance)
+            self.store(images, features)
         return self._cache[id(images)][1]
 
     def has(self, images: Images) -> bool:

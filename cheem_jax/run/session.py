@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cheem_jax.core.interruption import Stop, stop_requests
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, no_progress
 from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.fingerprint import digest
 from cheem_jax.run.peak import Peak
@@ -204,8 +203,10 @@ class Session:
             self.save(state)
         if signal:
             self.stop.signal_number = signal
-            place = "before" if state is None else "up to this step of"
-            raise self.stop.stopped(f"all work {place} the {name} phase is saved")
+            until = f"this step of the {name} phase"
+            if state is None:
+                until = "the last rolling checkpoint"
+            raise self.stop.stopped(f"all work up to {until} is saved")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

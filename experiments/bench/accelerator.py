@@ -41,13 +41,12 @@ from cheem_jax.cli.running import run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys, next_power_of_two
-from cheem_jax.core.settings import Precision
+from cheem_jax.core.settings import Precision, no_progress
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
 from cheem_jax.engine.compilation import Mark, enable_cache
 from cheem_jax.engine.feed import Budget, cache_tokens, feed_images
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.record import to_json
 from cheem_jax.run.session import Session

@@ -40,11 +40,10 @@ from cheem_jax.cli.arguments import parse
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import DenseExperts, InternalMemory
 from cheem_jax.core.routing import PAPER, Router, RouterConfig, TaskStatistics, normalise
-from cheem_jax.core.settings import Advance
+from cheem_jax.core.settings import Advance, no_progress
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks

@@ -19,8 +19,7 @@ from cheem_jax.baselines.l2p import L2p, L2pConfig
 from cheem_jax.cli.arguments import parse
 from cheem_jax.core.keys import Keys, next_power_of_two
 from cheem_jax.core.pool import Head
-from cheem_jax.core.settings import FitConfig
-from cheem_jax.engine.passes import no_progress
+from cheem_jax.core.settings import FitConfig, no_progress
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, FrozenNetworks
 from experiments.bench import measure, steps

@@ -34,14 +34,14 @@ from cheem_jax.cheem.training import (
 from cheem_jax.cli.arguments import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.pool import DenseExperts, InternalMemory, pool_sizes
-from cheem_jax.core.settings import FitConfig
+from cheem_jax.core.settings import FitConfig, no_progress
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.inference import Inference, bucket_sizes, pieces
-from cheem_jax.engine.passes import count_correct, no_progress, token_means
+from cheem_jax.engine.passes import count_correct, token_means
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
 from experiments.bench.measure import (

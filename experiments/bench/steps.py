@@ -25,11 +25,11 @@ from cheem_jax.core.architecture import Architecture, Choice, decode
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import LowRank
 from cheem_jax.core.pool import dense_experts
-from cheem_jax.core.settings import Precision
+from cheem_jax.core.settings import Precision, no_progress
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Batch, Dense
 from cheem_jax.engine.feed import Feed, HostImages
-from cheem_jax.engine.passes import network_features, no_progress
+from cheem_jax.engine.passes import network_features
 from cheem_jax.engine.stages import Stages
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, Times, alternate, compare, say

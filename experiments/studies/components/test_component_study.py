@@ -18,8 +18,8 @@ from cheem_jax.cli import run as cheem_run
 from cheem_jax.core import metrics
 from cheem_jax.core.interruption import Stop, Stopped
 from cheem_jax.core.keys import Keys
+from cheem_jax.core.settings import no_progress
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.engine.passes import no_progress
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 from cheem_jax.run_config import make_networks
