@@ -96,8 +96,14 @@ def test_the_sentences_about_the_search_have_the_numbers_of_its_runs():
             "(six sets on which it was developed, −0.1 to 2.7)",
             "fourth task, 96 | LoRA-CL | 1.3 (−0.1 to 2.7) | 6",
         ),
-        ("it is 0.6 points higher (−0.4 to 1.5)", "the same, augmented | LoRA-CL | 0.6 (−0.4 to 1.5) | 11"),
-        ("no search was developed 0.7 points lower (−2.3 to 0.8)", "unseen | LoRA-CL | −0.7 (−2.3 to 0.8) | 5"),
+        (
+            "it is 0.6 points higher (−0.4 to 1.5)",
+            "the same, augmented | LoRA-CL | 0.6 (−0.4 to 1.5) | 11",
+        ),
+        (
+            "no search was developed 0.7 points lower (−2.3 to 0.8)",
+            "unseen | LoRA-CL | −0.7 (−2.3 to 0.8) | 5",
+        ),
         ("the paper's search (six sets, −1.2 to 10.4)", "search | 4.6 (−1.2 to 10.4) | 6"),
         ("3.5 more than the earlier search of", "closed form | 3.5 (−1.9 to 8.9) | 5"),
     ):
