@@ -110,6 +110,16 @@ def stream(num_tasks: int = 2) -> Stream:
     )
 
 
+def assume_ascii(patched: pytest.MonkeyPatch) -> None:
+    """Read text files as in a locale without UTF-8, if the caller names no encoding."""
+    read_text = Path.read_text
+
+    def read(self: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        return read_text(self, encoding or "ascii", errors)
+
+    patched.setattr(Path, "read_text", read)
+
+
 @contextlib.contextmanager
 def shared_executors():
     """Share executors between memories with equal weights, as processes share the compilation

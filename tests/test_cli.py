@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import re
 import shlex
@@ -386,6 +387,49 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
     with process.stderr as stream:
         assert stream.read() == ""
     assert process.wait() == 141
+
+
+def test_a_reader_that_leaves_ends_output_of_rich_with_the_same_status():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cheem_jax", "data", "list"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as stream:
+        assert stream.read() == ""
+    assert process.wait() == 141
+
+
+@pytest.mark.parametrize("command", [["--version"], ["data", "list"]])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_to_a_full_disk_is_one_line_and_status_2(command):
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cheem_jax", *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: standard output cannot be written (No space left")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"),
+    [("utf-8", b"\xc4\x80 \xff\n"), ("latin-1", b"\\u0100 \\udcff\n")],
+)
+def test_output_that_the_encoding_lacks_ends_no_command(monkeypatch, encoding, printed):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding, newline="\n"))
+    run_command(lambda _: print("\u0100 " + os.fsdecode(b"\xff")), None, computes=False)
+    assert output.getvalue() == printed
 
 
 def test_a_broken_pipe_of_somebody_else_is_reported(capsys):

@@ -22,6 +22,7 @@ from rich.console import Console
 
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
+from cheem_jax.cli.ask import _read_standard_input
 from cheem_jax.cli.main import main
 from cheem_jax.cli.memory import Learn, grouped
 from cheem_jax.data.task import Split
@@ -197,6 +198,46 @@ def test_an_image_can_be_read_from_standard_input(capsys, memory, photos, monkey
         assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"a.png\0dir/b\nc.png\0", ["a.png", "dir/b\nc.png"]),  # find -print0
+        (b"a.png\0b.png", ["a.png", "b.png"]),
+        (b"a.png\r\n\nBMW/1.png\nP3.png\n", ["a.png", "BMW/1.png", "P3.png"]),
+        (b"P3\n1 1\n255\n255 0 0\n", None),
+        (b"P1\n# made by hand\n1 1\n0\n", None),
+        (large_png(1, 1), None),
+        (b"not an image\0\0", None),
+    ],
+)
+def test_standard_input_is_an_image_or_a_list(monkeypatch, data, expected):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert _read_standard_input() == ([data] if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("stdin", "said"),
+    [(None, "is closed; give images"), (io.TextIOWrapper(io.BytesIO(b"\n")), "is empty; expected")],
+)
+def test_closed_or_empty_standard_input_is_one_line(capsys, memory, monkeypatch, stdin, said):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    status, out, err = cheem(capsys, "predict", memory, "-")
+    assert status == 2 and not out and f"standard input {said}" in err and err.count("\n") == 1
+
+
+def test_sources_that_cannot_be_read_are_reported_in_their_place(
+    capsys, memory, photos, tmp_path, monkeypatch
+):
+    good = str(next((photos / FIRST / "test").rglob("*.png")))
+    listed = [good, "https://example.org/a.png", good, str(tmp_path), "nowhere.png"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(listed).encode())))
+    status, out, err = cheem(capsys, "predict", memory, "-", "--json")
+    assert status == 1 and "3 of 5 images cannot be read" in err
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["file"] for line in lines] == listed
+    assert ["error" in line for line in lines] == [False, True, False, True, True]
+
+
 @pytest.mark.parametrize("width", [60, 100])
 def test_tables_of_a_memory_fit_the_terminal(capsys, monkeypatch, memory, photos, width):
     monkeypatch.setattr("cheem_jax.run.progress._console", lambda: Console(width=width))
@@ -251,6 +292,13 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
     assert status == 0 and FIRST in out and "ECE %" in out and "average" not in out
     status, _, err = cheem(capsys, "evaluate", memory, photos / FIRST, "--task", "nothing")
     assert status == 2 and "no task 'nothing'" in err
+    status, _, err = cheem(capsys, "evaluate", memory, photos / FIRST, "--task", "")
+    assert status == 2 and "no task ''" in err
+    # "None" is a name like any other
+    image = next((photos / FIRST / "test").rglob("*.png"))
+    for words in (["evaluate", memory, photos / FIRST], ["predict", memory, image]):
+        status, _, err = cheem(capsys, *words, "--task", "None")
+        assert status == 2 and "no task 'None'" in err
 
 
 def test_evaluate_measures_the_rejection_of_unknown_images(capsys, memory, photos, tmp_path):
@@ -377,7 +425,8 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
         ([photos / FIRST, "--seed", 2**32], "expected an integer from 0 to 4294967295"),
         ([photos / FIRST, "--image-size", 10**8], "expected at most 4096 pixels"),
     ):
-        status, _, err = cheem(capsys, "learn", tmp_path / "new", *data, "--backbone", "vit_micro")
+        place = tmp_path / "new" / "mine"
+        status, _, err = cheem(capsys, "learn", place, *data, "--backbone", "vit_micro")
         assert status == 2 and said in err and not (tmp_path / "new").exists()
     occupied = tmp_path / "taken"
     occupied.mkdir()

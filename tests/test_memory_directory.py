@@ -73,10 +73,24 @@ def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
         fill(partial)
         assert not (tmp_path / "a" / "mem").exists()
     assert names(tmp_path / "a") == {"mem"} and names(tmp_path / "a" / "mem") == OURS
-    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "b") as partial:
+    for folder in (tmp_path / "b", tmp_path / "c" / "d" / "mem", tmp_path / "a" / "e" / "mem"):
+        with pytest.raises(ZeroDivisionError), new_directory(folder) as partial:
+            fill(partial)
+            raise ZeroDivisionError
+    assert names(tmp_path) == {"a"} and names(tmp_path / "a") == {"mem"}
+
+
+def test_hidden_folders_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    dead = f".mem.{process.pid}.partial"
+    others = {f".mem.{os.getppid()}.partial", f".mem.x.{process.pid}.partial", ".mem.partial"}
+    for name in (dead, *others):
+        fill_below = tmp_path / name / "generation-0001"
+        fill_below.mkdir(parents=True)
+    with new_directory(tmp_path / "mem") as partial:
         fill(partial)
-        raise ZeroDivisionError
-    assert names(tmp_path) == {"a"}
+    assert names(tmp_path) == {"mem", *others}
 
 
 def test_a_folder_that_is_there_is_filled_and_never_replaced(volume, monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small
 from page_runs import entries, write_config, write_pictures, write_run
 from PIL import Image
 from plotly.offline import get_plotlyjs
@@ -21,7 +22,7 @@ from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.cli.report import Report, write_report_page
 from cheem_jax.report.finished import read, read_record
-from cheem_jax.report.page.assemble import refresh_page
+from cheem_jax.report.page.assemble import page, refresh_page
 from cheem_jax.report.page.charts import EmptySection, search_chart
 from cheem_jax.report.page.examples import data_uri
 from cheem_jax.run import record
@@ -567,15 +568,32 @@ def test_a_run_shows_itself_alone_on_its_own_page_and_needs_no_page(run, capsys)
     assert "note: report.html is not written" in capsys.readouterr().err
 
 
+def test_a_page_is_the_same_in_every_locale(run, monkeypatch):
+    expected = page([run], images=False)[0]
+    assert "low-rank Δ" in expected
+    small.assume_ascii(monkeypatch)
+    assert page([run], images=False)[0] == expected
+
+
 def test_only_pages_are_overwritten(run):
     write_report_page(Report((run,), run / "page.html"))
     write_report_page(Report((run,), run / "page.html"))
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(
-        ValueError, match="metrics.jsonl' exists and is not an HTML page; choose another file"
+        ValueError,
+        match="metrics.jsonl' exists and is not a page of `cheem report`; choose another",
     ):
         write_report_page(Report((run,), run / "metrics.jsonl"))
     assert (run / "metrics.jsonl").read_bytes() == before
+    foreign = run / "thesis.html"
+    text = "<!doctype html>\n<html>\n<title>My thesis</title>\n"
+    foreign.write_text(text)
+    with pytest.raises(ValueError, match="is not a page of `cheem report`"):
+        write_report_page(Report((run,), foreign))
+    assert foreign.read_text() == text
+    # an earlier version, without <meta name="generator">
+    foreign.write_text("<!doctype html>\n<html>\n<title>demo · cheem report</title>\n")
+    write_report_page(Report((run,), foreign))
 
 
 def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypatch):

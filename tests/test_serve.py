@@ -44,6 +44,7 @@ from cheem_jax.core.routing import RouterConfig
 from cheem_jax.data.decode import decode_image
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.memory.predictor import Predictor
+from cheem_jax.run import progress
 from cheem_jax.serve import Limits, service
 from cheem_jax.serve.app import host_names, listen, page
 from cheem_jax.serve.service import Refused, decode
@@ -152,6 +153,19 @@ def test_a_form_with_one_file_is_one_answer_and_with_several_a_list_in_their_ord
 def test_a_form_in_an_unknown_charset_is_400(served: Served):
     answer = served.predict(form(picture(BLUE)), f"{FORM}; charset=undefined")
     assert answer.status == 400 and "the form cannot be read" in answer.json["error"]
+
+
+@pytest.mark.parametrize("charset", ["unicode_escape", "utf-7"])
+def test_a_name_that_a_charset_makes_a_surrogate_is_answered_with_a_question_mark(
+    charset: str, served: Served
+):
+    name = "\\ud800.png" if charset == "unicode_escape" else "+2AA-.png"
+    body = form(PNG, PNG, name=f'name="picture"; filename="{name}"')
+    answer = served.predict(body, f"{FORM}; charset={charset}")
+    assert [one["file"] for one in answer.json["predictions"]] == ["?.png"] * 2
+    body = form(b"text", name=f'name="picture"; filename="{name}"')
+    answer = served.predict(body, f"{FORM}; charset={charset}")
+    assert answer.status == 400 and answer.json["error"].startswith("?.png: not an image file")
 
 
 def test_of_several_files_a_bad_one_fails_alone(served: Served):
@@ -528,6 +542,16 @@ def command(monkeypatch):
     return predictor, Serve(memory=Path("pets"), port=port)
 
 
+def stop_once_it_answers(port: int, number: int) -> None:
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return ask(port, "GET", "/health").status == 200
+        return False
+
+    wait_until(answers)
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_command_in_a_line_after_it_has_printed_its_address(
     number, status, command, capsys
@@ -535,16 +559,7 @@ def test_a_signal_ends_the_command_in_a_line_after_it_has_printed_its_address(
     _, settings = command
     handler = signal.getsignal(signal.SIGTERM)
 
-    def stop_once_it_answers() -> None:
-        def answers() -> bool:
-            with contextlib.suppress(OSError):
-                return ask(settings.port, "GET", "/health").status == 200
-            return False
-
-        wait_until(answers)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=stop_once_it_answers).start()
+    threading.Thread(target=stop_once_it_answers, args=(settings.port, number)).start()
     with pytest.raises(SystemExit) as ended:
         run_command(serve_memory, settings)
     said = capsys.readouterr()
@@ -553,6 +568,24 @@ def test_a_signal_ends_the_command_in_a_line_after_it_has_printed_its_address(
     assert "pets: 2 tasks" in said.out
     assert "about 5 % of a task's images; with --open-set off" in said.out
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+class Unread(io.StringIO):
+    """Output whose reader leaves before the server is ready."""
+
+    def write(self, text: str) -> int:
+        if text.startswith("ready"):
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_a_server_whose_reader_leaves_before_it_is_ready_answers(command, monkeypatch):
+    _, settings = command
+    monkeypatch.setattr(progress, "_console", lambda: progress.Terminal(file=Unread()))
+    threading.Thread(target=stop_once_it_answers, args=(settings.port, signal.SIGTERM)).start()
+    with pytest.raises(SystemExit) as ended:
+        run_command(serve_memory, settings)
+    assert ended.value.code == 143
 
 
 def test_a_memory_that_cannot_be_prepared_ends_the_command(command, capsys):
@@ -630,6 +663,12 @@ def test_the_load_script_counts_answers_and_sees_wrong_ones(served: Served):
     assert serving_bench.quantiles([0.001, 0.002, 0.003]) == pytest.approx(
         {"p50": 2, "p90": 2.8, "p99": 2.98, "max": 3}
     )
+
+
+def test_the_page_is_the_same_in_every_locale(monkeypatch):
+    expected = page()
+    small.assume_ascii(monkeypatch)
+    assert page() == expected
 
 
 def test_the_page_can_load_nothing_from_anywhere_else(served: Served):

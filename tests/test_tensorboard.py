@@ -205,3 +205,16 @@ def test_the_command_writes_every_run_and_refuses_other_folders(tmp_path, capsys
     begin(tmp_path / "empty")
     write_tensorboard(Tensorboard((tmp_path / "empty",)))
     assert "no task is learned yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["../../escaped", "/tmp/escaped", "..", "", ["cheem"]])
+def test_a_method_that_would_be_a_path_is_refused_and_nothing_is_written(method, tmp_path):
+    record = begin(tmp_path / "run")
+    learn(record, 0, [0.9], [0.9])
+    entries = records.read(tmp_path / "run")
+    entries[1]["method"] = method
+    record.replace(entries)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl contains the method .*expected one of"):
+        write_events(tmp_path / "run")
+    names = sorted(file.name for file in tmp_path.rglob("*"))
+    assert names == ["config.json", "metrics.jsonl", "run"]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import small
 from timm_files import TINY, timm_tensors
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
@@ -248,11 +249,12 @@ def test_local_files_under_timms_names_are_read_in_float32_with_their_hash(tmp_p
     )
 
 
-def test_the_config_next_to_local_weights_brings_the_preprocessing(tmp_path):
+def test_the_config_next_to_local_weights_brings_the_preprocessing(tmp_path, monkeypatch):
     safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}})
-    )
+    config = {"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}, "author": "Zoë"}
+    text = json.dumps(config, ensure_ascii=False)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    small.assume_ascii(monkeypatch)  # the encoding of the locale does not matter
     pretrained = load_pretrained(
         "vit_tiny_patch4_12.mystery", weights=tmp_path / "model.safetensors"
     )

@@ -234,7 +234,7 @@ def _read_sibling_config(file: Path) -> dict | None:
     if not config.is_file():
         return None
     try:
-        loaded = json.loads(config.read_text())
+        loaded = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{config} is not readable JSON ({error})") from error
     return loaded if isinstance(loaded, dict) else None
@@ -258,7 +258,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
 
     check_cache()
     try:
-        config = json.loads(_fetch(repository, "config.json").read_text())
+        config = json.loads(_fetch(repository, "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("its config.json is not a JSON object")
         refusal = other_pool(timm_name, config)

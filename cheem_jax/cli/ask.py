@@ -1,10 +1,9 @@
 """`cheem predict`, `evaluate` and `serve`: predict with a memory, measure its accuracy, and serve
 it over HTTP."""
 
+import contextlib
 import csv
 import dataclasses
-import io
-import itertools
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from cheem_jax.cli.info import print_grid
 from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import absolute, printable, shown
+from cheem_jax.data.files import HEIF_MAGIC, MAGIC
 from cheem_jax.memory.data import list_images
 from cheem_jax.memory.predictor import FilePrediction, Prediction, Predictor, predict_files
 from cheem_jax.report.grid import Grid
@@ -61,12 +61,12 @@ class Predict(Predicting):
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE [IMAGE ...]")
     ]
     """Images, folders of images, or - for standard input: one image, or a list of file names, one
-    per line."""
+    per line or separated by NUL."""
     format: Literal["table", "csv", "json"] = "table"
     """Format of the output: a table, CSV, or one JSON object per line."""
     json: bool = False
     """Short for --format json."""
-    task: str | None = None
+    task: Annotated[str | None, tyro.conf.DisallowNone] = None
     """Task ID of all images, if it is known; the router is not used then."""
     open_set: float | None = None
     """Share of a task's images that can be rejected, such as 0.05: predict `none of my tasks` for
@@ -83,17 +83,17 @@ def predict_images(settings: Predict) -> int:
         )
     if settings.json and settings.format == "csv":
         raise ValueError("--json and --format csv contradict each other; leave out one of them")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names can be invalid text
-        sys.stdout.reconfigure(errors="surrogateescape")
-    files, unreadable = _find_images(settings.images)
+    images = _find_images(settings.images)
+    files = [image for image in images if not isinstance(image, FilePrediction)]
     predictor = settings.predictor(task=settings.task, open_set=settings.open_set)
     failures = list[FilePrediction]()
 
     def predictions() -> Iterator[FilePrediction]:
         progress = Progress(Terminal(stderr=True, quiet=len(files) < SHOW_PROGRESS_FROM))
-        total = len(unreadable) + len(files)
-        with progress.phase("predict", task="images", total=total) as advance:
-            for answer in itertools.chain(unreadable, predict_files(predictor, files)):
+        answers = predict_files(predictor, files)
+        with progress.phase("predict", task="images", total=len(images)) as advance:
+            for image in images:
+                answer = image if isinstance(image, FilePrediction) else next(answers)
                 if answer.prediction.error:
                     failures.append(answer)
                 yield answer
@@ -118,43 +118,47 @@ def predict_images(settings: Predict) -> int:
             for answer in failures:
                 print(printable(f"{answer.file}: {answer.prediction.error}"), file=sys.stderr)
     if failures:
-        num = len(files) + len(unreadable)
-        print(f"error: {len(failures)} of {num} images cannot be read", file=sys.stderr)
+        print(f"error: {len(failures)} of {len(images)} images cannot be read", file=sys.stderr)
     return int(bool(failures))
 
 
-def _find_images(sources: tuple[str, ...]) -> tuple[list[str | bytes], list[FilePrediction]]:
-    """Return the file names or contents of all images, and the sources that cannot be read. Raises
-    ValueError for an empty source, such as an unset variable of a shell."""
-    files = list[str | bytes]()
-    unreadable = list[FilePrediction]()
+def _find_images(sources: tuple[str, ...]) -> list[str | bytes | FilePrediction]:
+    """Return the file names or contents of all images, and the errors of sources that cannot be
+    read, in the order of the sources. Raises ValueError for an empty source, such as an unset
+    variable of a shell."""
+    images = list[str | bytes | FilePrediction]()
     for source in sources:
         if not source:
             absolute(source)  # raises
         for place in _read_standard_input() if source == "-" else [source]:
             if isinstance(place, bytes):
-                files.append(place)
+                images.append(place)
                 continue
             try:
-                images, notes = list_images(place)
+                files, notes = list_images(place)
             except (ValueError, OSError) as error:
                 reason = str(error).removeprefix(f"{place}: ")
-                unreadable.append(FilePrediction(place, Prediction(error=reason)))
+                images.append(FilePrediction(place, Prediction(error=reason)))
             else:
-                files += images
+                images += files
                 for note in notes:
                     print(printable(note), file=sys.stderr)
-    return files, unreadable
+    return images
 
 
 def _read_standard_input() -> list[str | bytes]:
+    """Return the image, or the file names, one per line or each followed by a NUL."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; give images or folders instead of -")
     data = sys.stdin.buffer.read()
-    if b"\0" in data:  # images contain NUL bytes, file names do not
-        return [data]
-    names = [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
-    if not names:
+    if not data.strip():
         raise ValueError("standard input is empty; expected an image, or one file name per line")
-    return list[str | bytes](names)
+    by_nul = data.removesuffix(b"\0").split(b"\0")
+    if MAGIC.match(data) or HEIF_MAGIC.match(data) or (b"\0" in data and not all(by_nul)):
+        return [data]  # other files than lists contain a NUL at their start, or two next to another
+    if b"\0" in data:
+        return [os.fsdecode(name) for name in by_nul]
+    return [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
 
 
 def _csv_row(answer: FilePrediction) -> dict[str, str | None]:
@@ -184,7 +188,7 @@ def _table_row(answer: FilePrediction) -> tuple[str, ...]:
 class Evaluate(OfData, Answering):
     """Options of `cheem evaluate`."""
 
-    task: str | None = None
+    task: Annotated[str | None, tyro.conf.DisallowNone] = None
     """Name of the learned task, if it differs from the name of the data."""
     split: Literal["test", "val", "train"] = "test"
     """Split to measure on. For data without a test split, `test` consists of the images that were
@@ -303,10 +307,11 @@ def serve_memory(settings: Serve) -> None:
                 if service.failure is not None:
                     server.should_exit = True
                     return
-                progress.say(
-                    f"ready on {server_url(listening)} for browsers and POST /predict; Ctrl-C stops"
-                    " it"
-                )
+                with contextlib.suppress(OSError):  # the server runs on if nobody reads its output
+                    progress.say(
+                        f"ready on {server_url(listening)} for browsers and POST /predict; Ctrl-C"
+                        " stops it"
+                    )
 
             service.on_warm = on_warm
             num = len(predictor.classes)

@@ -6,7 +6,7 @@ import sys
 
 from cheem_jax import __version__
 from cheem_jax.cli.commands import COMMANDS, GROUPS
-from cheem_jax.cli.running import errors_in_a_line, pipes_handled, run_command
+from cheem_jax.cli.running import errors_in_a_line, output_handled, run_command
 
 PURPOSE = """
 Continual learning with Vision Transformers: earlier tasks keep their
@@ -19,7 +19,7 @@ Exit status: 0 success; 1 partial success; 2 bad input or a missing part;
 
 def main() -> None:
     """Run the command that `sys.argv` names."""
-    with pipes_handled():
+    with errors_in_a_line(), output_handled():
         words = sys.argv[1:]
         if words[:1] == ["help"]:
             words = [*words[1:], "--help"]

@@ -25,7 +25,7 @@ from cheem_jax.export import Format, kind_of
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
 from cheem_jax.memory.contents import read_config
 from cheem_jax.memory.data import decode
-from cheem_jax.memory.directory import remove_empty
+from cheem_jax.memory.directory import missing_folders, remove_empty, remove_empty_folders
 from cheem_jax.memory.forgetting import PoolPosition, RetainedExpert
 from cheem_jax.memory.hub import pull, push
 from cheem_jax.memory.making import read_base_task
@@ -115,9 +115,9 @@ class Learn(OfData, OfMemory):
     """Learn tasks into a memory, which is created if it does not exist. Images of earlier tasks are
     not needed."""
 
-    name: str | None = None
+    name: Annotated[str | None, tyro.conf.DisallowNone] = None
     """Name of the task; default: the name of its folder."""
-    extend: str | None = None
+    extend: Annotated[str | None, tyro.conf.DisallowNone] = None
     """Name of a learned task. The data are further images of its classes, of new classes, or of
     both."""
     backbone: str | None = None
@@ -180,6 +180,7 @@ def learn_tasks(settings: Learn) -> None:
             f"memory {str(settings.memory)!r} does not exist, so task {settings.extend!r} cannot be"
             " extended; omit --extend"
         )
+    above = missing_folders(settings.memory)
     memory = (_new_memory if fresh else _old_memory)(settings, progress)
     progress.say(
         f"{'new memory ' if fresh else ''}{shown(memory.directory)}: {memory.config.backbone} at "
@@ -197,6 +198,7 @@ def learn_tasks(settings: Learn) -> None:
     except BaseException:
         if fresh:
             remove_empty(memory.directory)
+            remove_empty_folders(above)
         raise
     refresh_memory_page(memory.directory)
     place = shown(memory.directory)
@@ -388,7 +390,7 @@ class Export(Answering):
     task)."""
     format: Format | None = None
     """`onnx`, `stablehlo` or `timm`; default: chosen by the suffix of the file."""
-    task: str | None = None
+    task: Annotated[str | None, tyro.conf.DisallowNone] = None
     """Name of the task to export. Without it, the whole memory is exported; `timm` needs a task."""
     open_set: float | None = None
     """Share of a task's images that the exported memory rejects with -1 (`none of my tasks`), as

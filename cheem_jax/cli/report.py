@@ -4,6 +4,7 @@ as TensorBoard events, or live in the terminal."""
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +25,11 @@ from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress, Terminal, on_screen
 
-DOCTYPE = b"<!doctype html"
-"""First bytes of a page, in lower case. Files with other first bytes are not overwritten."""
+OUR_PAGE = re.compile(
+    rb"\s*<!doctype html.*(content=\"cheem report\"|cheem report</title>)", re.DOTALL
+)
+"""Pattern of the first bytes of a page. Other files are not overwritten. Pages of earlier versions
+name this command only in their title."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +56,10 @@ def write_report_page(settings: Report) -> None:
         raise ValueError(f"--out {str(file)!r} is a folder; expected the name of a file to write")
     if file.exists():
         with file.open("rb") as stream:
-            if not stream.read(100).lstrip().lower().startswith(DOCTYPE):
+            if not OUR_PAGE.match(stream.read(4096)):
                 raise ValueError(
-                    f"--out {str(file)!r} exists and is not an HTML page; choose another file"
+                    f"{str(file)!r} exists and is not a page of `cheem report`; choose another file"
+                    " with --out"
                 )
     try:
         runs, left_out = write_page(settings.runs, file, images=settings.images)

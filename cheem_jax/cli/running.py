@@ -1,8 +1,10 @@
 """Run a command, and turn bad input, full disks, Ctrl-C and closed pipes into one line and an exit
 status."""
 
+import codecs
 import contextlib
 import errno
+import io
 import os
 import select
 import signal
@@ -33,7 +35,7 @@ def run_command(
     processes do not wait for it.
     """
     try:
-        with pipes_handled(), errors_in_a_line(directory):
+        with errors_in_a_line(directory), output_handled():
             # the loaders report large images and corrupted EXIF data themselves
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
@@ -140,25 +142,52 @@ def _missing_platforms() -> str | None:
 
 
 @contextlib.contextmanager
-def pipes_handled() -> Iterator[None]:
+def output_handled() -> Iterator[None]:
     """End `cheem ... | head` silently with the status of SIGPIPE. Discard output to a stream that
-    was closed before the start (`>&-`)."""
+    was closed before the start (`>&-`). Print names that are invalid text as their bytes, and
+    characters that the encoding of standard output lacks as escape sequences.
+
+    Raises ValueError if the output cannot be written, such as to a full disk.
+    """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             # otherwise, the next opened file would get the number of the closed stream
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
+        yield
     except BrokenPipeError:
         if not _output_is_closed():
             raise
-        # discard the rest of the buffer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        raise _closed() from None
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise _closed() from None
+    except OSError as error:
+        _discard()
+        raise ValueError(
+            f"standard output cannot be written ({error.strerror}); free disk space, or redirect"
+            " the output to a file on another disk"
+        ) from error
+
+
+def _closed() -> SystemExit:
+    _discard()
+    return SystemExit(128 + signal.SIGPIPE)
+
+
+def _discard() -> None:
+    """Discard the buffer of standard output and later output, so that exiting does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _output_is_closed() -> bool:

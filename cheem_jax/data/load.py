@@ -276,7 +276,7 @@ def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> d
     """Open the complete cache of a plan. Raises ValueError if the cache is corrupted, and OSError
     if it cannot be read."""
     try:
-        meta = json.loads((place / "cache.json").read_text())
+        meta = json.loads((place / "cache.json").read_text(encoding="utf-8"))
         splits = {}
         for name in names:
             labels = plan.splits[name].labels

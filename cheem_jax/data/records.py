@@ -411,7 +411,7 @@ def _builder(directory: Path) -> Any:
     class that is not a feature of TFDS itself, because TFDS would import the module of that
     class."""
     file = directory / "features.json"
-    named = _feature_classes(json.loads(file.read_text()))
+    named = _feature_classes(json.loads(file.read_text(encoding="utf-8")))
     if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):
         raise ValueError(
             f"{file} names the classes {foreign[:3]}; only features of TFDS itself are accepted"

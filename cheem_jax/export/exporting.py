@@ -102,9 +102,9 @@ def export(
     description is instead in a second file, `<file>.json`. A timm file contains one task, so `task`
     is required if the memory has more than one task.
 
-    Raises ValueError if `subject` cannot be exported or `file` is invalid. Raises RuntimeError,
-    without writing a file, if the results of the file differ from those of the network by more than
-    1e-4; if the largest absolute logit exceeds 1, the difference is relative to that logit.
+    Raises ValueError if `subject` cannot be exported or `file` is invalid, and, without writing a
+    file, if the results of the file differ from those of the network by more than 1e-4; if the
+    largest absolute logit exceeds 1, the difference is relative to that logit.
     """
     if kind not in SUFFIXES:
         raise ValueError(f"unknown kind {kind!r}; expected one of {', '.join(SUFFIXES)}")
@@ -261,7 +261,7 @@ def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float
     reference results are computed by the unexported network and by the router in NumPy, which are
     independent of the function in the file. For a task's file, which contains merged experts, the
     reference network uses low-rank pairs. For a memory's file, which contains low-rank pairs, the
-    reference network uses merged experts. Raises RuntimeError if the difference is too large.
+    reference network uses merged experts. Raises ValueError if the difference is too large.
     """
     graphdef, state = nnx.split(subject.vit)
     features = jax.jit(
@@ -310,9 +310,10 @@ def check(subject: Subject, index: int | None, run: FileFunction) -> tuple[float
             ]
     largest = max(differences)
     if not largest <= TOLERANCE * max(1.0, scale):
-        raise RuntimeError(
+        raise ValueError(
             f"the exported file differs from the network by {largest:.3g} (logits up to"
-            f" {scale:.3g}); nothing was written"
+            f" {scale:.3g}), expected at most {TOLERANCE * max(1.0, scale):.3g}; nothing was"
+            " written: repeat the command with JAX_PLATFORMS=cpu, or choose another format"
         )
     return largest, compared
 

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from cheem_jax.memory.contents import (
 )
 from cheem_jax.memory.forgetting import changed_tasks, without_task
 from cheem_jax.report.memories import EVALUATED
+from cheem_jax.report.status import lives
 from cheem_jax.run.checkpoint import copy_task, saved_tasks
 from cheem_jax.run.directory import LOCK, NAME, OURS, hold
 from cheem_jax.run.record import Record, read, to_json
@@ -167,10 +168,11 @@ def new_directory(directory: Path) -> Iterator[Path]:
     """Yield a hidden folder. When the block ends, the folder's content becomes the content of
     `directory`.
 
-    If the block fails, nothing is left behind. If `directory` does not exist, the hidden folder is
-    created next to it and renamed at the end. If `directory` exists, it can be a mount point, or
-    its parent can be read-only. The hidden folder is therefore created inside `directory`, and its
-    content is moved at the end, `config.json` last.
+    If the block fails, nothing is left behind, and new folders above `directory` are removed, too.
+    If `directory` does not exist, the hidden folder is created next to it and renamed at the end.
+    If `directory` exists, it can be a mount point, or its parent can be read-only. The hidden
+    folder is therefore created inside `directory`, and its content is moved at the end,
+    `config.json` last. Hidden folders of killed processes are removed.
 
     Raises ValueError if `directory` is not empty, cannot be created or is in use by another
     process, and OSError with the name of `directory` if the disk is full or read-only.
@@ -182,13 +184,15 @@ def new_directory(directory: Path) -> Iterator[Path]:
     name = f".{directory.name}.{os.getpid()}.partial"
     partial = directory / name if exists else directory.with_name(name)
     with contextlib.ExitStack() as stack:
+        stack.callback(remove_empty_folders, missing_folders(directory))
         try:
             if exists:  # another process can create a memory in the same folder
                 stack.enter_context(hold(directory))
                 check_free(directory)
-            remains = directory.glob(f"{glob.escape(f'.{directory.name}.')}*.partial")
-            for folder in remains if exists else [partial]:
-                shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
+            for folder in partial.parent.glob(f"{glob.escape(f'.{directory.name}.')}*.partial"):
+                # inside `directory`, the lock shows that the process is dead
+                if exists or folder == partial or _is_dead(folder, directory.name):
+                    shutil.rmtree(folder, ignore_errors=True)
             partial.mkdir(parents=True)
         except OSError as error:
             if error.errno in REFUSING:
@@ -218,6 +222,26 @@ def new_directory(directory: Path) -> Iterator[Path]:
             raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def missing_folders(directory: Path) -> list[Path]:
+    """Return the folders above `directory` that do not exist, the innermost first."""
+    return [folder for folder in directory.parents if not folder.exists()]
+
+
+def remove_empty_folders(folders: Iterable[Path]) -> None:
+    """Remove those of `folders` that are empty, in their order."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _is_dead(partial: Path, name: str) -> bool:
+    """Return whether `partial` is the hidden folder for `name` of a process that has ended."""
+    pid = re.fullmatch(rf"\.{re.escape(name)}\.(\d+)\.partial", partial.name)
+    with contextlib.suppress(OSError):
+        return pid is not None and not lives(int(pid[1]), partial.stat().st_mtime)
+    return False
 
 
 def remove_empty(directory: Path) -> None:

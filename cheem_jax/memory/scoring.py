@@ -134,7 +134,7 @@ def read_labelled(
     tasks = read_tasks(data, size, upright=upright, purpose="measure", only=split)
     if task is not None and len(tasks) != 1:
         raise ValueError(f"{task!r} is one task, but the data have {[t.name for t in tasks]}")
-    names = [state.names[state.index(task or one.name)] for one in tasks]
+    names = [state.names[state.index(one.name if task is None else task)] for one in tasks]
     return [
         (name, one, "test" in one.cut and state.is_learned(name, one))
         for name, one in zip(names, tasks, strict=True)

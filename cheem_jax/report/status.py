@@ -62,10 +62,10 @@ def read_owner(directory: Path) -> Owner | None:
         owner = Owner(read["pid"], read["host"], (directory / OWNER).stat().st_mtime)
     except (OSError, KeyError):
         return None
-    return owner if owner.host != socket.gethostname() or _lives(owner.pid, owner.since) else None
+    return owner if owner.host != socket.gethostname() or lives(owner.pid, owner.since) else None
 
 
-def _lives(pid: int, since: float) -> bool:
+def lives(pid: int, since: float) -> bool:
     """Return whether the process `pid` is alive and started before `since`. A process that started
     later is a different process with a reused ID."""
     try:

@@ -10,7 +10,8 @@ import numpy as np
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.settings import COLOURS
 from cheem_jax.data.files import import_extra
-from cheem_jax.report.table import AGNOSTIC, UPPER_BOUNDS
+from cheem_jax.report.table import AGNOSTIC, METHODS, UPPER_BOUNDS
+from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import read
 from cheem_jax.run.results import averages, matrices, num_tested
 
@@ -25,7 +26,10 @@ def check_installed() -> None:
 def write_events(directory: Path) -> Path:
     """Write the events of each method to `tensorboard/METHOD/NAME` and return the folder
     `tensorboard`. Each call writes the files completely. If the record has grown since an earlier
-    call, the new files begin with the bytes of the earlier files, as if events were appended."""
+    call, the new files begin with the bytes of the earlier files, as if events were appended.
+
+    Raises ValueError for an unknown method in the record, because its name would be a path.
+    """
     check_installed()
     from tensorboardX import RecordWriter, summary  # pyright: ignore[reportMissingImports]
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (generated on import)
@@ -39,6 +43,11 @@ def write_events(directory: Path) -> Path:
             tasks[entry["report"]["index"]] = entry["report"]
         time = datetime.datetime.fromisoformat(entry["time"]).timestamp()
         for method, tag, step, value in _points(entry, evaluated, tasks):
+            if method not in list(METHODS):  # it can be unhashable
+                raise ValueError(
+                    f"{directory / RECORD} contains the method {method!r:.40}; expected one of"
+                    f" {', '.join(METHODS)}: restore the file from a copy"
+                )
             # `value` is None if it was not measured or is non-finite
             if isinstance(value, int | float | np.ndarray):
                 make = summary.image if isinstance(value, np.ndarray) else summary.scalar

@@ -222,7 +222,7 @@ def load_manifest(directory: Path) -> dict[str, Any]:
 
 def _load_json(directory: Path, name: str) -> dict[str, Any]:
     with named(directory):
-        text = (directory / name).read_text()
+        text = (directory / name).read_text(encoding="utf-8")
         value = json.loads(text)
         version = value.get("format") if isinstance(value, dict) else None
         if str(version).startswith("cheem_jax-") and version != FORMAT:

@@ -46,6 +46,10 @@ class Terminal(Console):
             else:
                 yield Segment(printable(segment.text), segment.style)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError again; rich would exit with status 1."""
+        raise  # noqa: PLE0704  (called in an `except` block)
+
 
 class Progress:
     """Display of phases (with images/s and remaining time), messages, and architectures."""

@@ -46,7 +46,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Read a file that contains a JSON object. Raises FileNotFoundError if the file is missing, and
     ValueError if its content is not a JSON object."""
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); restore it from a copy") from error
     if not isinstance(value, dict):

@@ -149,7 +149,7 @@ def page() -> tuple[str, dict[str, str]]:
     """Return the HTML of the start page, and its HTTP headers. The page requests `/memory`; it
     loads nothing from other hosts and sends nothing to them."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
-    html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
+    html = TEMPLATE.read_text(encoding="utf-8").replace("/* colours of the ops */", colours)
     policy = (
         f"default-src 'none'; script-src {_csp_hash('script', html)}; style-src"
         f" {_csp_hash('style', html)}; connect-src 'self'; img-src blob: data:; base-uri 'none';"

@@ -329,8 +329,8 @@ async def _files_of_form(request: Request, limits: Limits) -> list[tuple[str, by
     except (MultiPartException, UnicodeError) as error:  # UnicodeError: an unknown charset
         raise Refused(400, "form", f"the form cannot be read: {error}") from error
     sent = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-    files = [
-        (value.filename or f"image {number}", await value.read())
+    files = [  # with some charsets, a name contains surrogates, which JSON cannot represent
+        (_encodable(value.filename or f"image {number}"), await value.read())
         for number, value in enumerate(sent, 1)
     ]
     await form.close()
@@ -339,6 +339,10 @@ async def _files_of_form(request: Request, limits: Limits) -> list[tuple[str, by
             400, "form", "the form has no file; send one with a file name (curl -F image=@cat.jpg)"
         )
     return files
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _kind(request: Request) -> str:

@@ -295,7 +295,7 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             write_atomically(file, json.dumps(record, indent=1) + "\n")
         return
     try:
-        recorded = str(json.loads(file.read_text())["sha256"])
+        recorded = str(json.loads(file.read_text(encoding="utf-8"))["sha256"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{file} is corrupted ({error}); remove it, and it will be written again"
