@@ -271,7 +271,8 @@ def present_search() -> Iterator[float]:
             task["name"]: value
             for task, value in zip(run["tasks"], run["local_accuracy"][-1], strict=True)
         }
-        yield from (100 * accuracy[name] for name in ("gtsrb", "cars49", "eurosat", "dtd10"))
+        names = ("eurosat", "omniglot", "caltech101", "flowers12")
+        yield from (100 * accuracy[name] for name in names)
 
 
 def facts() -> Iterator[float]:
@@ -280,7 +281,7 @@ def facts() -> Iterator[float]:
         yield from numbers()
 
 
-ELSEWHERE = {"0.5", "0.05", "2.9", "89.3", "0.10", "0.11", "10,000"}
+ELSEWHERE = {"0.5", "0.05", "2.9", "66.2", "89.3", "0.10", "0.11", "10,000"}
 """Further numbers in the text: the level of p, the margin, numbers of the log, versions of JAX, and
 the number of resamples."""
 
