@@ -263,16 +263,13 @@ def costs() -> Iterator[float]:
 
 
 def present_search() -> Iterator[float]:
-    """Yield accuracies in % of backward elimination and LoRA-CL at 96 pixels, with the task ID
-    given."""
-    for method in ("cheem-elimination", "lora_cl-warm"):
-        run = read(f"results/runs_96_chosen/{method}/seed-0/results.json")
-        accuracy = {
-            task["name"]: value
-            for task, value in zip(run["tasks"], run["local_accuracy"][-1], strict=True)
-        }
-        names = ("eurosat", "omniglot", "caltech101", "flowers12")
-        yield from (100 * accuracy[name] for name in names)
+    """Yield the largest difference of a set, in points, between backward elimination and LoRA-CL at
+    96 pixels, with the task ID given."""
+    ours, theirs = (
+        np.array(read(f"results/runs_96_chosen/{method}/seed-0/results.json")["local_accuracy"][-1])
+        for method in ("cheem-elimination", "lora_cl-warm")
+    )
+    yield 100 * np.abs(ours - theirs).max()
 
 
 def facts() -> Iterator[float]:
