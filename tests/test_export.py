@@ -366,7 +366,7 @@ def test_large_distances_excuse_no_wrong_logit():
     ]
     program = jax.jit(memory_function(dataclasses.replace(subject, tasks=tuple(wrong))))
     assert np.asarray(program(random_images(8, 6))["distance"]).max() > 100
-    with pytest.raises(RuntimeError, match="differs from the network by 0.005"):
+    with pytest.raises(ValueError, match="differs from the network by 0.005"):
         check(subject, None, lambda images: jax.device_get(program(images)))
 
 
