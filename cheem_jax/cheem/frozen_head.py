@@ -68,9 +68,10 @@ def frozen_features(
         return frozen(split.images, advance)
     networks = [base_network(executor)]
     num = len(split.labels)
-    return network_features(executor, networks, feed, num, batch_size=batch_size, advance=advance)[
-        0
-    ]
+    (features,) = network_features(
+        executor, networks, feed, num, batch_size=batch_size, advance=advance
+    )
+    return features
 
 
 RIDGE_SCALE = 20.0
