@@ -266,7 +266,14 @@ def present_search() -> Iterator[float]:
     """Yield the largest difference of a set, in points, between backward elimination and LoRA-CL at
     96 pixels, with the task ID given."""
     ours, theirs = (
-        np.array(read(f"results/runs_96_chosen/{method}/seed-0/results.json")["local_accuracy"][-1])
+        np.array(
+            [
+                read(f"results/runs_96_chosen/{method}/seed-{seed}/results.json")["local_accuracy"][
+                    -1
+                ]
+                for seed in (0, 1)
+            ]
+        )
         for method in ("cheem-elimination", "lora_cl-warm")
     )
     yield 100 * np.abs(ours - theirs).max()
