@@ -368,30 +368,20 @@ def test_a_platform_that_is_not_there_is_reported_in_a_line(monkeypatch, capsys,
     assert shown.count("\n") == 1
 
 
-def test_a_reader_that_leaves_ends_the_command_quietly():
-    program = (
-        "from cheem_jax.cli.running import run_command\n"
-        "def command(settings):\n"
-        "    for number in range(100_000): print(number)\n"
-        "run_command(command, None, computes=False)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    with process.stderr as stream:
-        assert stream.read() == ""
-    assert process.wait() == 141
+PRINTING = """
+from cheem_jax.cli.running import run_command
+def command(settings):
+    for number in range(100_000): print(number)
+run_command(command, None, computes=False)
+"""
 
 
-def test_a_reader_that_leaves_ends_output_of_rich_with_the_same_status():
+@pytest.mark.parametrize(
+    "words", [["-c", PRINTING], ["-m", "cheem_jax", "data", "list"]], ids=["print", "rich"]
+)
+def test_a_reader_that_leaves_ends_the_command_quietly(words):
     process = subprocess.Popen(
-        [sys.executable, "-m", "cheem_jax", "data", "list"],
+        [sys.executable, *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,6 +3,7 @@ alone."""
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +84,14 @@ def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
 def test_hidden_folders_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
-    dead = f".mem.{process.pid}.partial"
-    others = {f".mem.{os.getppid()}.partial", f".mem.x.{process.pid}.partial", ".mem.partial"}
+    host = socket.gethostname()
+    dead = f".mem.{host}.{process.pid}.partial"
+    others = {
+        f".mem.{host}.{os.getppid()}.partial",
+        f".mem.other-machine.{process.pid}.partial",
+        f".mem.x.{host}.{process.pid}.partial",
+        ".mem.partial",
+    }
     for name in (dead, *others):
         fill_below = tmp_path / name / "generation-0001"
         fill_below.mkdir(parents=True)
@@ -169,6 +176,7 @@ def test_only_generations_of_the_memory_are_removed(tmp_path):
         "generation-0002",
         "generation-0001 (copy)",
         ".generation-0003.12.partial",
+        ".generation-0003.a.machine.12.partial",
     ):
         (tmp_path / name).mkdir()
     (tmp_path / "generation-0001.zip").write_bytes(b"x")

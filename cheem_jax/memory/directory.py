@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def remove_old_generations(directory: Path, generation: int) -> None:
     valid = checkpoint_folder(directory, generation).parent.name
     for folder in list(directory.iterdir()):
         is_generation = re.fullmatch(
-            r"generation-\d{4,}|\.generation-\d{4,}\.\d+\.partial", folder.name
+            r"generation-\d{4,}|\.generation-\d{4,}\.(.+\.)?\d+\.partial", folder.name
         )
         if is_generation and folder.name != valid:
             shutil.rmtree(folder)
@@ -181,7 +182,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
     directory = directory.resolve()
     exists = directory.is_dir()
     moved = list[Path]()
-    name = f".{directory.name}.{os.getpid()}.partial"
+    # machines that share a disk can have processes of equal number
+    name = f".{directory.name}.{socket.gethostname()}.{os.getpid()}.partial"
     partial = directory / name if exists else directory.with_name(name)
     with contextlib.ExitStack() as stack:
         stack.callback(remove_empty_folders, missing_folders(directory))
@@ -237,8 +239,10 @@ def remove_empty_folders(folders: Iterable[Path]) -> None:
 
 
 def _is_dead(partial: Path, name: str) -> bool:
-    """Return whether `partial` is the hidden folder for `name` of a process that has ended."""
-    pid = re.fullmatch(rf"\.{re.escape(name)}\.(\d+)\.partial", partial.name)
+    """Return whether `partial` is the hidden folder for `name` of a process of this machine that
+    has ended."""
+    ours = re.escape(f".{name}.{socket.gethostname()}.")
+    pid = re.fullmatch(rf"{ours}(\d+)\.partial", partial.name)
     with contextlib.suppress(OSError):
         return pid is not None and not lives(int(pid[1]), partial.stat().st_mtime)
     return False
