@@ -39,6 +39,18 @@ def test_without_a_terminal_a_phase_prints_its_start_a_line_now_and_then_and_its
     assert len(lines) == 4
 
 
+def test_a_phase_without_progress_states_no_remaining_time():
+    progress, clock, text = plain()
+    with progress.phase("search", task="digits", total=2000) as advance:
+        clock.now += 60.0
+        advance(0)
+        clock.now += 60.0
+        advance(100)
+    lines = text.getvalue().splitlines()
+    assert lines[1] == "[search] digits: 0 of 2,000 images"
+    assert lines[2] == "[search] digits: 100 of 2,000 images, 1 images/s, 38 min 00 s left"
+
+
 def test_a_phase_that_is_over_at_once_tells_no_speed():
     progress, clock, text = plain()
     with progress.phase("evaluate", task="digits", total=2000) as advance:

@@ -102,13 +102,15 @@ class Progress:
             done += num_images
             now = self.clock()
             rate = done / max(now - start, 1e-9)
+            # a call without progress can come first, and then no speed is known
+            speed = f"{rate:,.0f} {unit}/s" if done else ""
             if bar is not None:
-                self._bars.update(bar, advance=num_images, speed=f"{rate:,.0f} {unit}/s", note=note)
+                self._bars.update(bar, advance=num_images, speed=speed, note=note)
             elif now - said >= SECONDS_BETWEEN_LINES:
                 said = now
-                rest = max(total - done, 0) / max(rate, 1e-9)
-                line = f"[{phase}] {task}: {done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s"
-                self.say(f"{line}, {duration(rest)} left" + (f", {note}" if note else ""))
+                rest = f"{duration(max(total - done, 0) / rate)} left" if done else ""
+                line = f"[{phase}] {task}: {done:,} of {total:,} {unit}"
+                self.say(", ".join(part for part in (line, speed, rest, note) if part))
 
         try:
             yield advance
