@@ -218,7 +218,8 @@ def say_learned(report: Mapping[str, Any], session: Session) -> None:
         )
         if compared["kept"] == "frozen":
             session.say(
-                f"{name}: the learned network is not better, so the task uses the frozen backbone"
+                f"{name}: the frozen backbone is better, by more than one standard error, so the"
+                " task uses it"
             )
     if "architecture" in report and session.progress is not None:
         session.progress.architecture(name, report["architecture"])

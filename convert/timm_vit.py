@@ -65,11 +65,11 @@ def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
         {"pretrained_cfg": model.pretrained_cfg, "global_pool": model.global_pool},
     )
     return Pretrained(
-        config, from_timm(tensors, config), f"timm:{timm.__version__}:{name}", hash_images(tensors)
+        config, from_timm(tensors, config), f"timm:{timm.__version__}:{name}", hash_tensors(tensors)
     )
 
 
-def hash_images(tensors: dict[str, np.ndarray]) -> str:
+def hash_tensors(tensors: dict[str, np.ndarray]) -> str:
     """Return the SHA-256 hash over sorted names, dtypes, shapes and bytes; it identifies weights
     that have no file."""
     digest = hashlib.sha256()

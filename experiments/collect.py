@@ -93,10 +93,11 @@ def files_of(run: RunRecord, labels: dict[str, Labels]) -> dict[str, bytes]:
     """Return the published files of a run, keyed by name; `results.json`, which marks a finished
     run, is last."""
     entries = list(record.read(run.directory))
-    begin = next(entry for entry in entries if entry["event"] == "run")
+    begin = next((entry for entry in entries if entry["event"] == "run"), {})
     if not begin.get("data"):
         raise ValueError(
-            "its record does not name its images, so no prediction can be checked; run it again"
+            "its record does not name its images, so no prediction can be checked; run it again, or"
+            " collect the folder of the run itself"
         )
     correct, correct_given = correct_predictions(run, labels_of(run, begin["data"], labels))
     check_correct(run, correct, correct_given)

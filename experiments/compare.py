@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import study
 from charts import mean_std, spread, write_page
-from choosing import choose, chosen_before
+from choosing import choose, chosen_before, num_epochs
 from study import Results, Study, Variant
 
 from cheem_jax.baselines.catalogue import (
@@ -28,7 +28,7 @@ from cheem_jax.baselines.catalogue import (
     NEED_A_ROUTER,
     check_name,
 )
-from cheem_jax.cheem.config import QUICK_PLUS
+from cheem_jax.cheem.config import PRESETS, QUICK_PLUS
 from cheem_jax.cli.arguments import parse
 from cheem_jax.cli.running import run_command
 from cheem_jax.report.comparison import comparison, comparison_grid, narrow, to_csv
@@ -42,11 +42,12 @@ class Compare(Study):
 
     methods: str = "all"
     """Names of methods, separated by commas, or all. `cheem:elimination` is CHEEM with the search
-    and the epochs of `quick_plus`; `cheem:uniform` has the paper's search with uniform sampling.
-    Both have the learning rate chosen for CHEEM. `lora_cl:warm` is LoRA-CL with a learning rate
-    that rises at the start, like that of `cheem:elimination`. `lora_cl:new` trains a full copy of
-    the pretrained layer in every block per task, and `lora_cl:rank128` and `lora_cl:rank192` are
-    LoRA-CL with these ranks. All other settings are those of the preset."""
+    of `quick_plus` and as many epochs as the preset has in both phases; `cheem:uniform` has the
+    paper's search with uniform sampling. Both have the learning rate chosen for CHEEM.
+    `lora_cl:warm` is LoRA-CL with a learning rate that rises at the start, like that of
+    `cheem:elimination`. `lora_cl:new` trains a full copy of the pretrained layer in every block per
+    task, and `lora_cl:rank128` and `lora_cl:rank192` are LoRA-CL with these ranks. All other
+    settings are those of the preset."""
     router: str = "vit_nano"
     """Lighter networks for `cheem_lite` and `moe_adapters`, separated by commas: names of
     backbones, or alexnet."""
@@ -103,7 +104,11 @@ def variants_of(settings: Compare) -> list[Variant]:
     variants = []
     for name in methods_of(settings.methods):
         if name in OTHERS:
-            variants.append(OTHERS[name])
+            variant = OTHERS[name]
+            if name == "cheem:elimination":
+                epochs = {"finetune.epochs": num_epochs(PRESETS[settings.chosen_preset])}
+                variant = variant._replace(config={**variant.config, **epochs})
+            variants.append(variant)
             continue
         method = check_name(name)
         if method not in NEED_A_ROUTER:

@@ -58,7 +58,6 @@ FIRST = (
     "frozen_linear",
     "lora_cl",
     "cheem",
-    "cheem:elimination",
     "full_finetune",
     "s_prompts",
 )
@@ -76,13 +75,16 @@ ONCE = (
 )
 SEARCH = "cheem:elimination"
 """The search of the preset `quick_plus`."""
+RISING = "lora_cl:warm"
+"""LoRA-CL with the schedule of this search."""
 QUEUE = (
     *((method, "quick", 0, "") for method in FIRST),
-    ("lora_cl:warm", "quick", 0, ""),
+    (SEARCH, "quick", 0, ""),
+    (RISING, "quick", 0, ""),
     *(
         (method, "quick", seed, "")
         for seed in (1, 2)
-        for method in (SEARCH, "lora_cl:warm", "lora_cl", "cheem")
+        for method in (SEARCH, RISING, "lora_cl", "cheem")
     ),
     ("full_finetune", "quick", 1, ""),
     *((method, "quick", 0, "") for method in ONCE),
@@ -114,7 +116,8 @@ class Gpu:
     """Images of the pretraining data, as for `experiments/mtil.py`."""
     choose: str | None = None
     """Names of the stream's tasks, separated by commas, on whose validation images settings are
-    chosen, or the `chosen.json` of an earlier choice; default: use the settings of the presets."""
+    chosen, or the `chosen.json` of an earlier choice; default: use the settings of the presets, and
+    leave out `cheem:elimination` and `lora_cl:warm`, whose epochs and ranks would be unequal."""
     parallel: int = 1
     """Number of concurrent processes of the part `runs`; each has a share of the accelerator's
     memory and a log in OUT/logs."""
@@ -205,7 +208,10 @@ def commands(settings: Gpu, names: Sequence[str]) -> Iterator[Part]:
     if "runs" not in names:
         return
     tasks = "shapes,colours" if small else None
+    backwards = ",".join(reversed(task_names(settings.stream, tasks)))  # reads the stream
     for method, preset, seed, order in QUEUE[:2] if small else QUEUE:
+        if settings.choose is None and method in (SEARCH, RISING):
+            continue
         # variants have the settings that were chosen for their method
         like = method.partition(":")[0]
         choice = place_of(out, like, preset)
@@ -222,7 +228,7 @@ def commands(settings: Gpu, names: Sequence[str]) -> Iterator[Part]:
             "--base-data": settings.base_data,
             "--choose": chosen,
             "--backbone": "vit_nano" if small else "deit_tiny",
-            "--tasks": ",".join(reversed(task_names(settings.stream, tasks))) if order else tasks,
+            "--tasks": backwards if order else tasks,
             "--run-dir": place_of(out, method, preset, order),
         }
         words = [f"{word}" for pair in options.items() if pair[1] is not None for word in pair]

@@ -85,6 +85,9 @@ def main(settings: HeadAnalysis) -> None:
     out = settings.out
     check_folder("--out", out)
     runs, left_out = shown(settings.runs)
+    if settings.runs and not runs:
+        folders = ", ".join(map(str, settings.runs))
+        raise ValueError(f"--runs is {folders}, which has no finished run that can be shown")
     check_comparable(runs)
     measured = measure_all(runs, settings, progress)
     write(out, measured, left_out)

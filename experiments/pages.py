@@ -4,6 +4,7 @@ A table is the text between `<!-- table NAME -->` and `<!-- end -->`. The rest o
 which does not change.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,11 @@ END = "<!-- end -->"
 def begin(name: str) -> str:
     """Return the marker before a table."""
     return f"{BEGIN}{name} -->"
+
+
+def tables_in(text: str) -> set[str]:
+    """Return the names of the tables of a page."""
+    return set(re.findall(re.escape(BEGIN) + "(.+?) -->", text))
 
 
 def fill(text: str, tables: Mapping[str, str]) -> str:

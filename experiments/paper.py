@@ -21,7 +21,7 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
-from charts import check_folder, names_in
+from charts import check_folder, names_in, read_numbers
 from pages import write_tables
 from studies.paper import equations, settings_table
 from studies.paper.checklist import ITEMS, PAPER, RUNS, WORDS, Item, check, describe, filled
@@ -61,7 +61,7 @@ def main(settings: Paper) -> None:
     check_folder("--out", out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "paper.json"
-    done: Done = json.loads(file.read_text()) if file.is_file() else {}
+    done: Done = read_numbers(file, "paper.py", ()) if file.is_file() else {}
     items = [item for item in ITEMS if item.place in places]
     if settings.fresh:
         for item in items:

@@ -117,7 +117,7 @@ def rates_of(text: str) -> list[float]:
         rates = [float(rate) for rate in text.split(",")]
     except ValueError:
         rates = [0.0]
-    if min(rates) <= 0:
+    if not all(0 < rate < float("inf") for rate in rates):
         raise ValueError(
             f"--rates is {text!r}; expected positive numbers separated by commas, such as 1e-3,3e-3"
         )

@@ -321,7 +321,11 @@ def _grid(name: str, place: tuple[str, str], theirs: Mapping[Cell, Printed], our
     for measure, task in heads:
         column = [Cell(*place, method, measure, variant, task) for method, variant in rows]
         title = task or TITLES[measure]
-        columns[f"{title}, ours"] = [our_text(ours.get(cell)) for cell in column]
+        if name == "fom":  # one figure, computed from the means over runs
+            texts = [_number(ours[cell][0]) if cell in ours else "" for cell in column]
+        else:
+            texts = [our_text(ours.get(cell)) for cell in column]
+        columns[f"{title}, ours"] = texts
         columns[f"{title}, paper"] = [
             theirs[cell].text if cell in theirs else "" for cell in column
         ]

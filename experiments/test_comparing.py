@@ -164,7 +164,8 @@ def test_other_searches_have_the_settings_chosen_for_the_papers_search(tmp_path)
     file = tmp_path / "chosen.json"
     rows = [("rate", 1e-2), ("ops.rank", 64)]
     file.write_text(json.dumps([{"method": "cheem", "setting": s, "chosen": c} for s, c in rows]))
-    variants = compare.variants_of(compare.Compare(methods="cheem,cheem:uniform,cheem:elimination"))
+    methods = "cheem,cheem:uniform,cheem:elimination"
+    variants = compare.variants_of(compare.Compare(methods=methods, preset="quick"))
     usual, elimination, uniform = choosing.chosen_before(file, variants, "quick")
     assert usual.config["ops.rank"] == 64 and usual.config["supernet.learning_rate"] == 1e-2
     assert uniform.config == {**usual.config, "sampling": "uniform"} and uniform.name != usual.name
@@ -173,6 +174,11 @@ def test_other_searches_have_the_settings_chosen_for_the_papers_search(tmp_path)
     rate = dataclasses.replace(plus.finetune, learning_rate=1e-2)
     search = {name: getattr(plus, name) for name in ("ops", "sampling", "fallback")}
     assert config == dataclasses.replace(config, finetune=rate, **search)
+    for preset, epochs in (("demo", 36), ("paper", 70)):
+        _, longer, _ = compare.variants_of(compare.Compare(methods=methods, preset=preset))
+        usual = make_preset("cheem", preset)
+        assert study.changed(usual, longer.config).finetune.epochs == epochs
+        assert usual.supernet.epochs + usual.finetune.epochs == epochs
 
 
 def test_references_of_the_search_keep_their_rank_and_op_when_rates_are_chosen(tmp_path):

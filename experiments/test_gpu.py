@@ -101,6 +101,12 @@ def test_an_earlier_choice_is_used_by_every_run():
     assert choices == {("chosen.json", "")}
 
 
+def test_without_a_choice_no_pair_of_unequal_epochs_and_ranks_is_run():
+    parts = [part.name for part in gpu.commands(gpu.Gpu(only="runs"), ["runs"])]
+    assert not any(name.startswith((gpu.SEARCH, gpu.RISING)) for name in parts)
+    assert "lora_cl, quick, seed 0" in parts and "cheem:uniform, quick, seed 0" in parts
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

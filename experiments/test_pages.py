@@ -263,20 +263,20 @@ def costs() -> Iterator[float]:
 
 
 def present_search() -> Iterator[float]:
-    """Yield the largest difference of a set, in points, between backward elimination and LoRA-CL at
-    96 pixels, with the task ID given."""
+    """Yield the largest difference of a set's means, in points, between backward elimination and
+    LoRA-CL at 96 pixels, with the task ID given."""
     ours, theirs = (
         np.array(
             [
                 read(f"results/runs_96_chosen/{method}/seed-{seed}/results.json")["local_accuracy"][
                     -1
                 ]
-                for seed in (0, 1)
+                for seed in range(3)
             ]
         )
         for method in ("cheem-elimination", "lora_cl-warm")
     )
-    yield 100 * np.abs(ours - theirs).max()
+    yield 100 * np.abs((ours - theirs).mean(axis=0)).max()
 
 
 def facts() -> Iterator[float]:

@@ -61,6 +61,19 @@ def test_every_method_has_every_preset(name, preset):
         assert config == type(config)()  # the defaults are the paper's comparison
 
 
+def test_with_the_plus_presets_the_baselines_that_can_have_the_router_of_cheem():
+    for name in ("lora_cl", "frozen_linear"):
+        for preset, usual in (("quick_plus", "quick"), ("cheem_plus", "paper")):
+            router = PRESETS[preset].router
+            assert router != RouterConfig()
+            expected = dataclasses.replace(make_preset(name, usual), router=router)
+            assert make_preset(name, preset) == expected
+    assert make_preset("s_prompts", "quick_plus") == make_preset("s_prompts", "quick")
+    for name in ("cheem", "l2p"):
+        with pytest.raises(ValueError, match="unknown preset 'papr'; .*paper"):
+            make_preset(name, "papr")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_is_made_from_its_settings(name):
     method = make(fitting_config(name), networks(routed=name in NEED_A_ROUTER), Keys(0), 2)

@@ -32,6 +32,7 @@ from cheem_jax.run.checkpoint import (
     load_task,
     save_task,
     saved_tasks,
+    task_directory,
 )
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -64,6 +65,14 @@ def test_a_memory_is_restored_from_its_directories(tmp_path):
     opened = open_memory(root, POOL)
     check_same(opened, memory)
     chex.assert_trees_all_equal(dense_expert(opened.pool[0], 2), dense_expert(memory.pool[0], 2))
+
+
+def test_a_task_with_a_long_name_has_a_directory_with_a_short_one(tmp_path):
+    names = [f"{'a' * 300}{end}" for end in "xy"]
+    for index, name in enumerate(names):
+        save_task(task_directory(tmp_path, index, name), {"x": np.ones(2)}, {"name": name})
+    assert [load_task(directory)[1]["name"] for directory in saved_tasks(tmp_path)] == names
+    assert task_directory(tmp_path, 0, "-" * 300).name == "000-task"
 
 
 def test_a_directory_contains_only_the_additions_of_its_task(tmp_path):

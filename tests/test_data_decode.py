@@ -5,6 +5,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image, features
+from PIL import TiffImagePlugin as TIFF
 from pixels import STORED, encode, four_colours, halves, png_chunk, stored
 
 from cheem_jax.data import decode, decode_image, decode_many
@@ -216,6 +217,24 @@ def test_pixels_beyond_the_limit_are_refused_by_number(monkeypatch):
     monkeypatch.setattr(decode, "MAX_PIXELS", 63)
     with pytest.raises(ValueError, match="8 x 8 pixels, at most 63"):
         decode_image(encode(Image.new("L", (8, 8))), 8)
+
+
+def test_16_bit_grey_is_not_inverted_where_0_is_white():
+    values = np.array([[0, 257 * 40], [257 * 200, 65535]], np.uint16)
+    white = Image.fromarray(65535 - values)
+    data = encode(white, "TIFF", tiffinfo={TIFF.PHOTOMETRIC_INTERPRETATION: 0})
+    with decode.opened(data, "scan.tif") as image:
+        assert image.mode == "I;16"
+        np.testing.assert_array_equal(decode.to_rgb(image), decode.to_rgb(Image.fromarray(values)))
+        assert decode.largest_value(image) == 65535
+    almost_black = encode(
+        Image.fromarray(np.full((2, 2), 65500, np.uint16)),
+        "TIFF",
+        tiffinfo={TIFF.PHOTOMETRIC_INTERPRETATION: 0},
+    )
+    with decode.opened(almost_black, "scan.tif") as image:
+        decode.to_rgb(image)
+        assert decode.largest_value(image) == 35
 
 
 def test_ranges_that_are_unknown_are_refused():

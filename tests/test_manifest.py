@@ -111,6 +111,11 @@ def test_quoted_fields_hold_delimiters_and_names_any_letters(tmp_path):
         "chien",
         "猫, grau",
     )
+    spaced = [line.replace('","', '", "') for line in lines]
+    assert plan_manifest(table(tmp_path / "spaced.csv", "path, label", *spaced)).classes == (
+        "chien",
+        "猫, grau",
+    )
 
 
 def test_splits_bear_the_usual_names_in_either_case(tmp_path):

@@ -66,19 +66,6 @@ def test_the_temperature_is_the_best_of_a_fine_grid():
     assert metrics.log_probability(logits, labels) == pytest.approx(-loss(1.0), rel=1e-6)
 
 
-def test_a_fitted_network_has_its_correct_predictions_and_the_temperature_of_the_same_images():
-    rng = np.random.default_rng(2)
-    logits = rng.normal(0, 3, (300, 4)).astype(np.float32)
-    labels = (logits / 2 + rng.gumbel(size=logits.shape)).argmax(axis=1)
-    correct, log_probability = metrics.fitted(logits, labels)
-    predictions = [row.index(max(row)) for row in logits.tolist()]
-    assert correct == sum(a == b for a, b in zip(predictions, labels.tolist(), strict=True))
-    scaled = logits / metrics.fit_temperature(logits, labels)
-    assert log_probability == pytest.approx(metrics.log_probability(scaled, labels))
-    assert log_probability > metrics.log_probability(logits, labels)
-    assert metrics.fitted(np.array([[0.0, np.inf], [1.0, 0.0]]), labels[:2]) == (0, -np.inf)
-
-
 def test_fom_is_undefined_where_a_method_reaches_the_bound():
     assert metrics.figure_of_merit(0.8, 0.8, 1, 0.7, 1) is None
     assert metrics.figure_of_merit(0.8, 0.7, 1, 0.9, 1) is None

@@ -265,5 +265,5 @@ def test_costs_are_those_of_one_forward_pass():
 def test_much_memory_is_reported_beforehand():
     assert method().check(small.stream(2).tasks) == []
     assert moal_with(hidden=20000).check(small.stream(2).tasks) == [
-        "20000 random features need up to 8.9 GiB of memory on the host"
+        "20000 random features need up to 11.9 GiB of memory on the host"
     ]

@@ -171,6 +171,20 @@ def test_a_threshold_rejects_the_given_share_of_a_tasks_images():
     assert threshold(steps, 0.1) == pytest.approx(0.9)
 
 
+def test_a_rejection_score_is_the_share_of_nearer_images_also_of_equal_distances():
+    cases = [np.array([0.5]), np.repeat([0.25, 0.5], 10), np.arange(1, 41) / 40]
+    for distances in (case.astype(np.float32) for case in cases):
+        quantiles = calibrate(distances)
+        scores = rejection_scores(distances, quantiles)
+        nearer = (distances[None] < distances[:, None]).mean(axis=1)
+        np.testing.assert_allclose(
+            scores, nearer, atol=1 / len(distances) if len(distances) > 20 else 0.03
+        )
+        for rate in (0.05, 0.3):
+            rejected = distances > threshold(quantiles, rate)
+            np.testing.assert_array_equal(scores > 1 - rate, rejected)
+
+
 def test_the_papers_router_is_k_means_and_the_nearest_centroid_to_the_bit():
     (config,) = {PAPER, RouterConfig(), RouterConfig("kmeans", "last", 5)}
     statistics = statistics_of(config)

@@ -113,17 +113,22 @@ def check_name(method: str) -> MethodName:
 def make_preset(method: str, preset: Preset) -> MethodConfig:
     """Return the settings of a method for a preset. `paper` has the values of the paper's
     comparison, `quick` is sized for a CPU, and `demo` is for a few hundred small images per task.
-    For baselines, `cheem_plus` is identical to `paper`, and `quick_plus` to `quick`.
+    For baselines, `cheem_plus` and `quick_plus` differ from `paper` and `quick` only in the router
+    of LoRA-CL and of frozen heads, which is CHEEM's.
 
-    Raises ValueError for an unknown method.
+    Raises ValueError for an unknown method or preset.
     """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; {closest(preset, PRESETS)}")
     match check_name(method):
         case "cheem":
             return PRESETS[preset]
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
     config = next(kind for kind in LEARNERS if kind.name == method)()
-    # Baselines have the paper's settings by default, and `cheem_plus` changes only CHEEM.
+    if isinstance(config, LoraClConfig | FrozenLinearConfig):
+        config = dataclasses.replace(config, router=PRESETS[preset].router)
+    # Baselines have the paper's settings by default.
     if preset in ("paper", "cheem_plus") or isinstance(config, FrozenLinearConfig):
         return config
     # Epochs, learning rate and batch size are similar to those of CHEEM's preset.

@@ -2,12 +2,12 @@
 
 Adapters parallel to every FFN are trained on all tasks in turn with an auxiliary cosine head.
 Starting with the second task, predictions use a moving average of the adapters. The predicting head
-is ridge regression on random features; recursive least squares adds each task's images with the
-same result as a regression on all images. After each task, the means of earlier classes are
-corrected for the drift of the features. "Rumination" shifts new features to the means of earlier
-classes; the head is then updated again with the new and shifted features that the head classifies
-wrongly. Gao et al., "Knowledge Memorization and Rumination for Pre-trained Model-based
-Class-Incremental Learning", CVPR 2025.
+is ridge regression on random features; recursive least squares adds each task's images without
+those of earlier tasks. After each task, the means of earlier classes are corrected for the drift of
+the features. "Rumination" shifts new features to the means of earlier classes; the head is then
+updated again with the new and shifted features that the head classifies wrongly. Gao et al.,
+"Knowledge Memorization and Rumination for Pre-trained Model-based Class-Incremental Learning",
+CVPR 2025.
 """
 
 import dataclasses
@@ -85,8 +85,8 @@ class MoalConfig(AdapterConfig):
 class Analytic(NamedTuple):
     """The predicting head in float64 on the host; its logits are random features times `weight`.
 
-    `inverse` is the inverse of a sum: the second moments of the random features of all learned
-    images, plus the ridge penalty.
+    `inverse` is the inverse of a sum: the second moments of the random features of all images that
+    were learned, once more for each repetition in rumination, plus the ridge penalty.
     """
 
     inverse: Float[np.ndarray, "H H"]
@@ -125,9 +125,9 @@ class Moal(AdapterBaseline):
     def check(self, tasks: Sequence[Task]) -> list[str]:
         hidden = self.config.hidden
         num_classes = sum(len(task.classes) for task in tasks)
-        # Three arrays have the shape `[hidden, hidden]`: the stored inverse, the updated inverse,
-        # and the decrement of a step.
-        needed = 8 * hidden * (3 * hidden + 2 * num_classes)
+        # `ridge_inverse` has the most arrays of the shape `[hidden, hidden]`: the moments, their
+        # factor, the inverse, and the symmetric inverse.
+        needed = 8 * hidden * (4 * hidden + 2 * num_classes)
         if needed <= MUCH_MEMORY:
             return []
         return [

@@ -127,8 +127,9 @@ class CheemConfig:
     With augmentation, the outputs of the frozen blocks cannot be cached, so every step computes
     these blocks."""
     fallback: bool = False
-    """Use the frozen backbone with a ridge head for a task if this backbone is more accurate on the
-    validation images than the learned network. The paper has no fallback."""
+    """Use the frozen backbone with a ridge head for a task if, on the validation images, this
+    backbone is more accurate than the learned network by more than one standard error. The paper
+    has no fallback."""
     batch_size: int = 64
     """Number of images per step; the last, partial batch is padded and masked."""
 

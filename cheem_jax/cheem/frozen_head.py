@@ -2,14 +2,14 @@
 (`--cheem.sampling anchored`), and the frozen backbone is compared with the learned network
 (`--cheem.fallback`)."""
 
-from collections.abc import Sequence
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from cheem_jax.core.metrics import fit_temperature, fitted
+from cheem_jax.core.metrics import fit_temperature
 from cheem_jax.core.pool import Head, compute_logits
 from cheem_jax.core.settings import Advance
 from cheem_jax.data.task import Split, Task
@@ -79,28 +79,31 @@ RIDGE_SCALE = 20.0
 
 
 class HeadComparison(NamedTuple):
-    """Validation results of a learned network and of the frozen backbone with a ridge head. In each
-    pair, the first value is that of the network, and the second is that of the backbone."""
+    """Predictions of a learned network and of the frozen backbone with a ridge head, for the
+    validation images."""
 
     head: Head
     """The ridge head."""
     penalty: float
     """Penalty of the ridge head per training image."""
-    num_images: int
-    """Number of validation images."""
-    correct: Sequence[float]
-    """Pair of the numbers of correct predictions on the validation images."""
-    log_probability: Sequence[float]
-    """Pair of the mean log-probabilities of the true class on the validation images, after the
-    temperature of each head was fitted to these images."""
+    network: Bool[np.ndarray, "M"] | None
+    """Whether the network classifies each image correctly; None if one of its logits is
+    non-finite."""
+    frozen: Bool[np.ndarray, "M"]
+    """Whether the frozen backbone classifies each image correctly."""
 
     @property
     def is_frozen_better(self) -> bool:
-        """Whether the frozen backbone has more correct predictions than the network, or the same
-        number and a higher log-probability. With few validation images, both often have the same
-        number."""
-        learned, frozen = zip(self.correct, self.log_probability, strict=True)
-        return frozen > learned
+        """Whether the frozen backbone has more correct predictions than the network, by more than
+        one standard error. Without this margin, a few validation images often select the backbone
+        where the network is more accurate on test images."""
+        if self.network is None:
+            return True
+        gained = int(np.sum(self.frozen & ~self.network))
+        lost = int(np.sum(self.network & ~self.frozen))
+        # If both were equally accurate, each image in which they differ would add 1 or -1 with
+        # equal probability, so the variance of the difference is the number of these images.
+        return gained - lost > math.sqrt(gained + lost)
 
     def report(self, fallback: bool) -> dict[str, Any]:
         """Return the comparison as JSON values; accuracies are in [0, 1].
@@ -108,11 +111,11 @@ class HeadComparison(NamedTuple):
         The value of `kept` is "frozen" if `fallback` is true and the frozen backbone is better, and
         "network" otherwise.
         """
-        learned, frozen = (correct / self.num_images for correct in self.correct)
+        network = 0.0 if self.network is None else float(self.network.mean())
         return {
-            "validation_images": self.num_images,
-            "network": learned,
-            "frozen": frozen,
+            "validation_images": len(self.frozen),
+            "network": network,
+            "frozen": float(self.frozen.mean()),
             "penalty": self.penalty,
             "kept": "frozen" if fallback and self.is_frozen_better else "network",
         }
@@ -136,10 +139,8 @@ def compare_heads(
         frozen_val: features of the frozen backbone for the validation images.
     """
     labels = task.val.labels
-    frozen, penalty = ridge_head(frozen_train, task.train.labels, len(task.classes))
-    correct, log_probability = zip(
-        fitted(compute_logits(features, head), labels),
-        fitted(compute_logits(frozen_val, frozen), labels),
-        strict=True,
-    )
-    return HeadComparison(frozen, penalty, len(labels), correct, log_probability)
+    ridge, penalty = ridge_head(frozen_train, task.train.labels, len(task.classes))
+    logits = np.asarray(compute_logits(features, head))
+    network = logits.argmax(axis=1) == labels if np.isfinite(logits).all() else None
+    frozen = np.asarray(compute_logits(frozen_val, ridge)).argmax(axis=1) == labels
+    return HeadComparison(ridge, penalty, network, frozen)

@@ -332,7 +332,7 @@ def _phase(
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^\w-]+", "_", name)
+    return re.sub(r"[^\w-]+", "_", name)[:60]  # file systems limit names to 255 bytes
 
 
 def _decode(part: EncodedSplit, rows: np.ndarray) -> np.ndarray:

@@ -177,16 +177,6 @@ def log_probability(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray
     return float(log_probabilities[np.arange(len(labels)), labels].mean())
 
 
-def fitted(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> tuple[int, float]:
-    """Return the number of correct predictions, and the mean log-probability of the labels at the
-    temperature that is fitted to `logits` and `labels`. Returns (0, -inf) if a logit is
-    non-finite."""
-    if not np.isfinite(logits).all():
-        return 0, -np.inf
-    correct = int((logits.argmax(axis=1) == labels).sum())
-    return correct, log_probability(logits / fit_temperature(logits, labels), labels)
-
-
 def calibration_error(
     confidence: Float[np.ndarray, "N"], correct: Bool[np.ndarray, "N"], num_bins: int = 15
 ) -> float:

@@ -298,5 +298,7 @@ def rejection_scores(
     With `threshold(quantiles, rate)`, an image is rejected if its score is above 1 - `rate`.
     `quantiles` is the result of `calibrate`. The score of a NaN distance is 1.
     """
-    shares = np.interp(distances, quantiles, np.linspace(0, 1, len(quantiles)))
+    # equal distances span several quantiles, and the share of nearer images is the lowest of them
+    below = np.nextafter(distances, -np.inf)
+    shares = np.interp(below, quantiles, np.linspace(0, 1, len(quantiles)))
     return np.nan_to_num(shares, nan=1.0)

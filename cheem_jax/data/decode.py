@@ -30,7 +30,7 @@ FORMATS = (
 MAX_PIXELS = 89_478_485  # above this number, Pillow warns of a decompression bomb
 MAX_SCANS = 100  # progressive JPEGs have about ten scans; each scan is a pass over the whole image
 
-DECODER_VERSION = 1
+DECODER_VERSION = 2
 """Version of the decoder. It must be increased if a change affects pixels; older decoded copies are
 then ignored."""
 PIECE = 256
@@ -50,7 +50,7 @@ def decode_image(
     Palette indices become colours, grey is copied to all three channels, 16-bit grey is scaled by
     255/65535, alpha is dropped (no background is assumed), and only the first frame of an animation
     is used. With `upright`, the image is rotated by its EXIF orientation; the CHEEM paper's loaders
-    do not rotate. (Pillow always rotates TIFF, HEIC and AVIF.) Raises ValueError with `name` if the
+    do not rotate. (Pillow always rotates TIFF and HEIC.) Raises ValueError with `name` if the
     file is broken, truncated, huge or not an image.
     """
     if image_size < 1:
@@ -123,6 +123,7 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
     `image` itself is not modified, and the result stays valid after the file is closed.
     """
     image.load()
+    is_inverted = _is_inverted(image)  # read first, because a rotated copy has no tags
     if upright:
         image = _turned(image)
     if image.mode == "F":
@@ -131,9 +132,12 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError(f"grey values {values.min()}..{values.max()} outside the 16-bit range")
+        grey = values.astype(np.int32)
+        if is_inverted:
+            grey = 65535 - grey
         # Pillow's conversion clips at 255 instead of scaling. Adding 128 rounds to the nearest
         # integer; there are no ties, because 257 is odd.
-        image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
+        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
         # Converting a palette with transparency directly to RGB prints a warning.
         image = image.convert("RGBA")
@@ -141,12 +145,22 @@ def to_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
 
 
 def largest_value(image: Image.Image) -> int | None:
-    """Return the largest value of a loaded 16-bit image; None for other images."""
-    return int(np.asarray(image).max()) if _has_16_bits(image) else None
+    """Return the brightest value of a loaded 16-bit image; None for other images."""
+    if not _has_16_bits(image):
+        return None
+    values = np.asarray(image)
+    return 65535 - int(values.min()) if _is_inverted(image) else int(values.max())
 
 
 def _has_16_bits(image: Image.Image) -> bool:
     return image.mode == "I" or image.mode.startswith("I;16")
+
+
+def _is_inverted(image: Image.Image) -> bool:
+    """Return whether 0 is white in a TIFF file of 16-bit grey. Pillow inverts such files of 8 bits
+    only."""
+    tags = getattr(image, "tag_v2", {})
+    return image.mode.startswith("I;16") and tags.get(TIFF.PHOTOMETRIC_INTERPRETATION) == 0
 
 
 def _turned(image: Image.Image) -> Image.Image:

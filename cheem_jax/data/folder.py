@@ -529,7 +529,9 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         delimiter = separator[1]
     else:
         delimiter = max(",;\t", key=header.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=True
+    )
     ragged: list[str] = []
     try:
         columns = [column.strip().lower() for column in next(reader, [])]

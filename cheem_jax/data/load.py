@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import filelock
 import numpy as np
 
+from cheem_jax.core.atomic import to_disk
 from cheem_jax.core.paths import absolute, user_cache
 from cheem_jax.core.settings import check_types
 from cheem_jax.data.decode import (
@@ -330,6 +331,8 @@ def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase:
             "splits": splits,
         }
         (partial / "cache.json").write_text(json.dumps(meta, indent=1) + "\n")
+        for written in (partial / "cache.json", partial):
+            to_disk(written)
         os.rename(partial, place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -287,7 +287,7 @@ def plan_tfds(
     images.
 
     The train, validation and test splits are used. A missing validation or test split is cut from
-    train, as in `plan_task`. Raises FileNotFoundError if the data set is not prepared, and
+    train. Raises FileNotFoundError if the data set is not prepared, and
     ValueError if it cannot be read.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
@@ -464,7 +464,7 @@ def plan_hub(
     `NAME:CONFIG`), or the path of a folder that `save_to_disk` of the library `datasets` wrote.
 
     The data set must have one column of images and one of class labels, or columns called `image`
-    and `label`. Missing splits are cut from train with `seed`, as in `plan_task`. Raises OSError if
+    and `label`. Missing splits are cut from train with `seed`. Raises OSError if
     the hub lacks the data set or does not answer, and ValueError for other errors.
     """
     datasets = import_extra("datasets", "hub", "this")

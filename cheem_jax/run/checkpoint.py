@@ -40,7 +40,8 @@ Arrays = Mapping[str, Any]
 def task_directory(root: Path, index: int, name: str) -> Path:
     """Return the checkpoint directory of task `index`. `root` is the folder with the checkpoints of
     a method."""
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
+    # the number makes the name unique, so a long name is cut: file systems limit names to 255 bytes
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "task"
     return root / f"{index:03d}-{slug}"
 
 

@@ -102,7 +102,7 @@ class Progress:
             done += num_images
             now = self.clock()
             rate = done / max(now - start, 1e-9)
-            # a call without progress can come first, and then no speed is known
+            # before the first progress, no speed is known
             speed = f"{rate:,.0f} {unit}/s" if done else ""
             if bar is not None:
                 self._bars.update(bar, advance=num_images, speed=speed, note=note)

@@ -109,7 +109,7 @@ class Rolling:
             try:
                 arrays, meta = load_task(directory)
             except ValueError as error:
-                say(f"{error}; the task resumes from an earlier checkpoint")
+                say(f"{error}; the task resumes from an earlier checkpoint, or starts again")
                 continue
             if (meta.pop("running", None), meta.pop("task", None)) == (ROLLING_FORMAT, task):
                 return Saved(arrays, meta)

@@ -194,6 +194,12 @@ def main(settings: Speed) -> None:
     cells = groups(sizes)
     names = list(cells) if settings.only is None else names_in("--only", settings.only, cells)
     settings.out.mkdir(parents=True, exist_ok=True)
+    recorded = read(settings.out)
+    if recorded.setdefault("miniature", settings.miniature) != settings.miniature:
+        raise ValueError(
+            f"--out is {settings.out}, which has cells of the other size; choose another folder"
+        )
+    write_atomically(settings.out / FILE, json.dumps(recorded, indent=1) + "\n")
     os.environ.setdefault("XLA_FLAGS", AUTOTUNING_OFF)  # this process uses no device
     if settings.compiling:
         until = min(time.monotonic() + settings.compiling, end)

@@ -188,7 +188,7 @@ def compile_everything() -> None:
 
 
 def difference(actual: Any, expected: np.ndarray) -> float:
-    """Return the largest difference of two arrays, divided by the largest entry of `wanted`."""
+    """Return the largest difference of two arrays, divided by the largest entry of `expected`."""
     return float(
         np.abs(np.asarray(actual) - expected).max() / max(float(np.abs(expected).max()), 1e-12)
     )

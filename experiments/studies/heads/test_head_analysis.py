@@ -367,6 +367,13 @@ def test_without_runs_the_page_has_the_theory_and_the_papers_numbers(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_folder_without_runs_is_refused(tmp_path):
+    settings = head_analysis.HeadAnalysis(runs=(tmp_path,), out=tmp_path / "out")
+    with pytest.raises(ValueError, match="no finished run that can be shown"):
+        head_analysis.main(settings)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_head_of_ewc_is_measured(tmp_path):
     config = EwcConfig((1.0,), fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=20)
     run = finished_run(config, tmp_path)

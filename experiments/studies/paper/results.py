@@ -9,7 +9,7 @@ from charts import frame, legend_below, mean_std, read_chosen, read_numbers, spr
 from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from pages import write_tables
+from pages import tables_in, write_tables
 
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
@@ -39,7 +39,14 @@ def write_results(results: Path, page: Path) -> int:
     title = (
         f"Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels"
     )
-    write_tables(page, tables_of(results), title)
+    tables = tables_of(results)
+    others = tables_in(page.read_text()) - tables.keys() if page.is_file() else set()
+    if others:
+        raise ValueError(
+            f"{page} has tables that {results} does not give: {', '.join(sorted(others))}; add"
+            " their runs next to it, or remove the tables from the page"
+        )
+    write_tables(page, tables, title)
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     compared = {row.title: row.runs for row in rows if is_compared(cells, row.cell)}
@@ -62,7 +69,9 @@ def tables_of(results: Path) -> dict[str, str]:
     }
     routers = chosen = None
     if (file := results.with_name("routers.json")).is_file():
-        routers = read_numbers(file, "router_study.py", ("rows", "chosen", "runs"))
+        routers = read_numbers(file, "router_study.py", ("image_size", "rows", "chosen", "runs"))
+        if routers["image_size"] != rows[0].runs[0]["image_size"]:
+            routers = None
     if (file := results.with_name("chosen.json")).is_file():
         chosen = read_chosen(file)
     grids = {"methods": method_grid(rows, cells), "tasks": task_grid(rows)}

@@ -31,6 +31,15 @@ def test_a_folder_without_finished_runs_is_refused(tmp_path):
         collected(tmp_path / "empty", tmp_path / "results")
 
 
+def test_an_already_collected_run_is_left_out_with_the_reason(runs, tmp_path, capsys):
+    collected(runs, tmp_path / "to")
+    capsys.readouterr()
+    status = collected(tmp_path / "to", tmp_path / "again")
+    said = " ".join(capsys.readouterr().out.split())
+    assert status == 1 and "collect the folder of the run itself" in said
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_finished_run_is_collected_and_an_unfinished_run_is_left_out(runs, tmp_path, capsys):
     assert collected(runs, tmp_path / "to") == 0
     said = capsys.readouterr().out.replace("\n", "")

@@ -3,6 +3,7 @@ their intervals."""
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -381,6 +382,18 @@ def test_options_without_effect_and_broken_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{name} cannot be read .*; expected the {name} that"):
             page_of(tmp_path)
         (tmp_path / name).unlink()
+
+
+def test_a_page_with_tables_of_other_runs_is_refused_and_not_changed(tmp_path):
+    write(tmp_path / "runs_32", rate=0.9)
+    write(tmp_path / "runs")
+    page_of(tmp_path)
+    shutil.rmtree(tmp_path / "runs_32")
+    page = tmp_path / "docs/results.md"
+    before = page.read_text()
+    with pytest.raises(ValueError, match="has tables that .* does not give: methods_32; add"):
+        page_of(tmp_path)
+    assert page.read_text() == before
 
 
 def test_accuracies_of_validation_images_are_not_on_the_page(tmp_path):
