@@ -213,6 +213,11 @@ class Ewc(OneHead, TrainedBaseline):
             **params_report(vit, added=0, learned=backbone + head_params, stored=stored),
         }
 
+    def bytes_beside(self, task: Task) -> int:
+        """Return the bytes of the Fisher information and of the head's earlier columns."""
+        earlier = (self.vit.width + 1) * self.classes.num
+        return 4 * (backbone_params(self.vit) + earlier)
+
     def costs(self) -> dict[str, int]:
         """Report the FLOPs per image of one plain pass."""
         return pass_costs(self.vit, self.classes.num)
