@@ -237,8 +237,12 @@ def omniglot() -> Iterator[float]:
 
 def routers_at_96() -> Iterator[float]:
     """Yield accuracies in % with the router that was chosen at 96 pixels."""
-    methods = read("results/routers_96.json")["chosen"]["methods"]
-    yield from (100 * methods[name]["accuracy"] for name in ("CHEEM", "LoRA-CL"))
+    for file, names in (
+        ("routers_96.json", ("CHEEM", "LoRA-CL")),
+        ("routers_96_chosen.json", ("CHEEM, elimination", "LoRA-CL, rising rate")),
+    ):
+        methods = read(f"results/{file}")["chosen"]["methods"]
+        yield from (100 * methods[name]["accuracy"] for name in names)
 
 
 def mean_of(method: str, path: tuple[str, ...]) -> float:
