@@ -110,7 +110,7 @@ def check_name(method: str) -> MethodName:
     return cast(MethodName, method)
 
 
-def make_preset(method: str, preset: Preset) -> MethodConfig:
+def make_preset(method: str, preset: str) -> MethodConfig:
     """Return the settings of a method for a preset. `paper` has the values of the paper's
     comparison, `quick` is sized for a CPU, and `demo` is for a few hundred small images per task.
     For baselines, `cheem_plus` and `quick_plus` differ from `paper` and `quick` only in the router
@@ -120,14 +120,15 @@ def make_preset(method: str, preset: Preset) -> MethodConfig:
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; {closest(preset, PRESETS)}")
+    cheem = PRESETS[cast(Preset, preset)]
     match check_name(method):
         case "cheem":
-            return PRESETS[preset]
+            return cheem
         case "cheem_lite":
-            return CheemLiteConfig(**vars(PRESETS[preset]))
+            return CheemLiteConfig(**vars(cheem))
     config = next(kind for kind in LEARNERS if kind.name == method)()
     if isinstance(config, LoraClConfig | FrozenLinearConfig):
-        config = dataclasses.replace(config, router=PRESETS[preset].router)
+        config = dataclasses.replace(config, router=cheem.router)
     # Baselines have the paper's settings by default.
     if preset in ("paper", "cheem_plus") or isinstance(config, FrozenLinearConfig):
         return config
