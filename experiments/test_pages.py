@@ -20,6 +20,7 @@ from studies.searching.page import read as read_units
 from studies.searching.page import tables as search_tables
 
 from cheem_jax.baselines.catalogue import NAMES
+from cheem_jax.cheem.frozen_head import HeadComparison
 
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = re.compile(r"<!-- table (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
@@ -197,6 +198,23 @@ def test_the_guide_says_how_much_augmentation_gains():
         if unit["recipe"] == WINNER and unit["task"] in ("food10", "cifar10")
     }
     assert f"{whole['food10']:.1f} and {whole['cifar10']:.1f} %" in text
+
+
+def test_the_guide_says_how_often_the_frozen_backbone_answers_for_few_images():
+    units = read("results/fallback.json")["units"]
+    text = " ".join((DOCS / "guides/own-data.md").read_text().split())
+    assert f"[{len(units)} memories]" in text and len({unit["task"] for unit in units}) == 7
+    answers, earlier = [], []
+    for unit in units:
+        network, frozen = (
+            np.array(unit[f"{name}_correct"], bool) for name in ("network", "frozen")
+        )
+        answers.append(HeadComparison(None, 1.0, network, frozen).is_frozen_better)
+        both = zip((network.sum(), frozen.sum()), unit["log_probability"], strict=True)
+        learned, backbone = both
+        earlier.append(backbone > learned)
+    worse = [unit["frozen_test"] < unit["network_test"] for unit in units]
+    assert (sum(answers), sum(earlier), np.sum(np.array(earlier) & worse)) == (1, 10, 8)
 
 
 def cut_off() -> Iterator[float]:
